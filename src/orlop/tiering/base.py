@@ -250,7 +250,7 @@ class ChunkStore(ABC):
     def write(
         self, keys: Sequence[bytes], headers: Sequence[memoryview], views: Sequence[memoryview]
     ) -> Sequence[Outcome]:
-        """Keep header and payload under each key, whole or not at all. An existing key is replaced or kept: both are OK."""
+        """Keep header and payload under each key, whole or not at all. Replacing or keeping an existing key is OK."""
 
     @abstractmethod
     def delete(self, keys: Sequence[bytes]) -> int:
