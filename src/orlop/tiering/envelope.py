@@ -15,6 +15,7 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import Any, NoReturn
 
+import numpy as np
 import numpy.typing as npt
 import xxhash
 
@@ -65,7 +66,7 @@ class Envelope:
 
 def part_checksum(view: memoryview | npt.NDArray[Any]) -> int:
     """XXH3-64 of one rank's part, a contiguous buffer of ``RegionLayout.part_bytes`` bytes without padding."""
-    return xxhash.xxh3_64_intdigest(view)
+    return xxhash.xxh3_64_intdigest(view.data if isinstance(view, np.ndarray) else view)
 
 
 def salt_digest(namespace_digest: bytes, salt: str) -> bytes:
