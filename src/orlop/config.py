@@ -61,7 +61,7 @@ def parse_size(value: object) -> int:
     """Bytes of ``64``, ``"64GB"`` (powers of 1000) or ``"64GiB"`` (powers of 1024). ``ValueError`` otherwise."""
     allowed = "a whole number of bytes above 0, or a text like '64GB' or '64GiB'"
     nbytes = _quantity(value, {unit.upper(): factor for unit, factor in _SIZE_UNITS.items()}, upper=True)
-    if nbytes is None or nbytes < 1 or nbytes != int(nbytes):
+    if nbytes is None or not 1 <= nbytes < float("inf") or nbytes != int(nbytes):
         raise ValueError(allowed)
     return int(nbytes)
 
