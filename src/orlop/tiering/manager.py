@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -98,7 +98,7 @@ class TieringManager(OffloadingManager):
         self.host = host
         self.tiers = tuple(tiers)
         self.options = options
-        self.counters: Counter[str] = Counter()
+        self.counters: defaultdict[str, float] = defaultdict(float)
         self._namespace_of = namespace
         self._namespace = namespace(generation)
         self._lookup_wait_s = max((t.lookup_s for t in tiers), default=0.0)
@@ -284,17 +284,13 @@ class TieringManager(OffloadingManager):
             absent = absent[: len(slots)]
         if not absent:
             return StorePlan(None, settled)
-        reservation = self._reserve(
-            TransferKind.STORE, context, run, np.array(absent, dtype=np.int64), slots
-        )
+        reservation = self._reserve(TransferKind.STORE, context, run, np.array(absent, dtype=np.int64), slots)
         writer = _Writer()
         self._writers.update(dict.fromkeys(slots.tolist(), writer))
         self._open[reservation.number].writer = writer
         return StorePlan(reservation, settled)
 
-    def complete_store(
-        self, reservation: Reservation, success: bool, *, now: float, released: bool = True
-    ) -> None:
+    def complete_store(self, reservation: Reservation, success: bool, *, now: float, released: bool = True) -> None:
         opened = self._open.get(reservation.number)
         if opened is None or opened.settled:
             self.counters["surprises"] += 1
@@ -463,9 +459,7 @@ class TieringManager(OffloadingManager):
         else:
             self._overdue[job.order.job_id] = job
 
-    def _settle_promotion(
-        self, job: _Job, writer: _Writer, ok: np.ndarray[tuple[int], np.dtype[np.bool_]]
-    ) -> None:
+    def _settle_promotion(self, job: _Job, writer: _Writer, ok: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
         slots = job.order.slots
         bad = [job.order.keys[i][:-4] for i in np.flatnonzero(~ok)]
         for life_number in writer.waiters:
@@ -682,7 +676,9 @@ class TieringManager(OffloadingManager):
         self.host.check(holds, leases)
         budget = sum(life.budget for life in self._lives.values())
         if budget != self._lease_budget or budget > self.host.slots // 2:
-            raise InvariantError(f"found a lease budget of {self._lease_budget}, expected {budget} within half the slots")
+            raise InvariantError(
+                f"found a lease budget of {self._lease_budget}, expected {budget}, at most half"
+            )
         if open_reservations is not None:
             theirs = {r.number for r in open_reservations}
             if theirs != set(self._open):
