@@ -182,9 +182,7 @@ class OffloadingConnector:
     @property
     def _worker(self) -> OffloadingConnectorWorker:
         if self._worker_half is None:
-            raise ConfigError(
-                "found a call of the worker half, expected register_kv_caches() before it"
-            )
+            raise ConfigError("found a call of the worker half, expected register_kv_caches() before it")
         return self._worker_half
 
     def _decide_layout(self, pages: tuple[tuple[int, ...], ...]) -> RegionLayout:
@@ -199,7 +197,7 @@ class OffloadingConnector:
         if slots < LEAST_SLOTS:
             raise ConfigError(
                 f"host.bytes: found {wanted} bytes, which is {slots} chunks of {slot_bytes} bytes, expected "
-                f"{LEAST_SLOTS} or more; set host.bytes to {LEAST_SLOTS * slot_bytes} or more, or blocks_per_chunk lower"
+                f"{LEAST_SLOTS} or more; set host.bytes to at least {LEAST_SLOTS * slot_bytes}, or blocks_per_chunk lower"
             )
         return RegionLayout(slots, blocks, pages)
 
