@@ -198,6 +198,7 @@ class OffloadingConnectorWorker:
         self._seen: OrderedDict[int, None] = OrderedDict()
         self._after_compute: list[TransferJob] = []
         self._loads: dict[int, TransferJob] = {}
+        self._doomed: set[int] = set()
         self._failed_blocks: dict[str, set[int]] = {}
         self.fence_waits = 0
         self.fence_wait_s = 0.0
@@ -206,10 +207,12 @@ class OffloadingConnectorWorker:
     def handle_preemptions(self, meta: OffloadingConnectorMetadata) -> None:
         """Before anything of this step writes to a block: stores that read what is there, then the fences.
 
+        Loads that a reset has outdated will be reported as failed, each when its copy no longer writes.
         Stores of an earlier step that no ``wait_for_save`` submitted are due too: their forward is over.
         """
         self._submit_stores(self._after_compute)
         self._after_compute = []
+        self._doomed.update(job_id for job_id in meta.loads_to_fail if job_id in self._loads)
         flushed = set(meta.jobs_to_flush)
         self._submit_stores(j for j in meta.store_jobs if not j.after_compute or j.job_id in flushed)
         self._after_compute = [j for j in meta.store_jobs if j.job_id not in self._seen]
@@ -223,6 +226,8 @@ class OffloadingConnectorWorker:
         for job in meta.load_jobs:
             if self._first_time(job):
                 self._loads[job.job_id] = job
+                if job.doomed:
+                    self._doomed.add(job.job_id)
                 self._worker.submit(job)
 
     def wait_for_save(self, meta: OffloadingConnectorMetadata) -> None:
@@ -292,8 +297,8 @@ class OffloadingConnectorWorker:
         return True
 
     def _report(self, result: CopyResult) -> JobReport:
-        load = self._loads.get(result.job_id)
-        ok = result.ok and not (load is not None and load.doomed)
+        ok = result.ok and result.job_id not in self._doomed
+        self._doomed.discard(result.job_id)
         self.failed_jobs += not ok
         return JobReport(result.job_id, self._rank, ok, result.nbytes, result.seconds)
 
