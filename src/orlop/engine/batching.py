@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from orlop.core import Blocks, OffloadingConnectorMetadata, Request, SchedulerOutput, WorkerOutput
+from orlop.core import Blocks, OffloadingConnectorMetadata, Request, WorkerOutput
 from orlop.engine.blocks import BlockPool
 from orlop.engine.sequence import Sequence, Status
 
@@ -34,7 +34,8 @@ class SchedulerHalf(Protocol):
 
     def update_state_after_alloc(self, request: Request, blocks: Blocks, num_external_tokens: int) -> None: ...
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingConnectorMetadata: ...
+    # A core.SchedulerOutput; mypy would want its attributes writable with exactly the types named there.
+    def build_connector_meta(self, scheduler_output: Any) -> OffloadingConnectorMetadata: ...
 
     def update_connector_output(self, output: WorkerOutput) -> None: ...
 

@@ -239,11 +239,10 @@ class LLM:
         if request_id in self._live:
             raise ConfigError(f"request {request_id}: found an id that is running, expected a new one")
         if not prompt or max_tokens < 1:
-            raise ConfigError(
-                f"request {request_id}: found {len(prompt)} prompt tokens and max_tokens={max_tokens}, expected 1 or more"
-            )
+            found = f"{len(prompt)} prompt tokens and max_tokens={max_tokens}"
+            raise ConfigError(f"request {request_id}: found {found}, expected 1 or more of each")
         vocab_size = self.config.model.vocab_size
-        if not (0 <= min(prompt) and max(prompt) < vocab_size):
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
             raise ConfigError(f"request {request_id}: expected token ids from 0 to {vocab_size - 1}")
         needed = -(-(len(prompt) + max_tokens) // self.config.block_tokens)
         if needed > self.scheduler.pool.capacity:

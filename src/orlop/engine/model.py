@@ -118,13 +118,14 @@ class Model:
     @torch.inference_mode()
     def forward(self, batch: Batch, kv_caches: dict[str, Tensor]) -> Tensor:
         """Logits, float32 (sample rows, vocabulary)."""
-        hidden = self._embedding[batch.tokens]
+        hidden: Tensor = self._embedding[batch.tokens]
         cos, sin = self._rotation(batch.positions)
         for name, layer in zip(self.config.layer_names(), self._layers, strict=True):
             hidden = hidden + self._attention(layer, self._norm(hidden), cos, sin, batch, kv_caches[name])
             normed = self._norm(hidden)
             hidden = hidden + (functional.silu(normed @ layer.gate.T) * (normed @ layer.up.T)) @ layer.down.T
-        return self._norm(hidden[batch.sample_rows]) @ self._head.T
+        last = self._norm(hidden[batch.sample_rows])
+        return functional.linear(last, self._head)
 
     def _attention(
         self, layer: Layer, hidden: Tensor, cos: Tensor, sin: Tensor, batch: Batch, kv_cache: Tensor

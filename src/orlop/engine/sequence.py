@@ -60,7 +60,8 @@ class Sequence:
         self.stop_token = stop_token
         self.status = Status.WAITING
         self.block_ids: list[int] = []
-        self.block_hashes: list[bytes] = []
+        self._hashes: list[bytes] = []
+        self.block_hashes: Seq[bytes] = self._hashes
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.num_placeholders = 0
@@ -128,6 +129,6 @@ class Sequence:
 
     def _hash_full_blocks(self) -> None:
         size = self._block_tokens
-        for start in range(len(self.block_hashes) * size, len(self.tokens) - size + 1, size):
-            parent = self.block_hashes[-1] if self.block_hashes else ROOT_DIGEST
-            self.block_hashes.append(hash_block(parent, self.tokens[start : start + size]))
+        for start in range(len(self._hashes) * size, len(self.tokens) - size + 1, size):
+            parent = self._hashes[-1] if self._hashes else ROOT_DIGEST
+            self._hashes.append(hash_block(parent, self.tokens[start : start + size]))
