@@ -36,6 +36,11 @@ class ModelConfig:
     attention_scale: float = 2.5
     seed: int = 0
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token in all layers, in float32."""
+        return self.layers * 2 * self.kv_heads * self.head_dim * 4
+
     def layer_names(self) -> tuple[str, ...]:
         return tuple(f"layers.{i}" for i in range(self.layers))
 
@@ -90,7 +95,8 @@ class Model:
         source = torch.Generator().manual_seed(config.seed)
 
         def weight(rows: int, columns: int, scale: float = 1.0) -> Tensor:
-            return torch.randn(rows, columns, generator=source) * (scale * columns**-0.5)
+            drawn: Tensor = torch.randn(rows, columns, generator=source)
+            return drawn * float(scale * columns**-0.5)
 
         c = config
         self._embedding = torch.randn(c.vocab_size, c.hidden, generator=source)
