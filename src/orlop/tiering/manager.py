@@ -238,6 +238,7 @@ class TieringManager(OffloadingManager):
         life = self._lives[context.life]
         wanted = life.wants.get(run.group)
         if wanted is not None and wanted.start <= run.start and run.stop <= wanted.stop:
+            self._noting[context.life] = life  # an answer may have come since: look again at what is left to promote
             return
         if life.admitted:
             self._drop_wants(life)
@@ -517,6 +518,8 @@ class TieringManager(OffloadingManager):
 
     def _admit(self, life: _Life) -> bool:
         """Grant the life its leases as a number, whole or not at all; cut what could never be granted."""
+        if any(not ask.answered for ask in life.asks.values()):
+            return False
         if life.need is None:
             life.need = sum(len(run) - self.host.ready_prefix(run) for run in life.wants.values())
         need = life.need
