@@ -159,8 +159,9 @@ class OffloadingConnectorScheduler:
         self._expire_stores(now)
         self._note_preempted(scheduler_output.preempted_req_ids or ())
         touched = self._note_scheduled(scheduler_output)
-        store_jobs = self._plan_owed(now) + self._plan_live(touched, now)
+        store_jobs = self._plan_owed(now)
         self._flush_claimed()
+        store_jobs += self._plan_live(touched, now)
         self.manager.on_schedule_end(now=now)
         return self._take_message(store_jobs)
 

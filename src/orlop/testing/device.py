@@ -217,6 +217,7 @@ class Device:
         }
         self._done: list[list[tuple[TransferJob, bool]]] = [[] for _ in range(ranks)]
         self._again: list[list[JobReport]] = [[] for _ in range(ranks)]
+        self._outdated: set[int] = set()
         self._wanted: dict[int, tuple[int, int, list[bytes]]] = {}
 
     # --- what the engine says ------------------------------------------------------------------------
@@ -228,6 +229,7 @@ class Device:
     def execute(self, meta: OffloadingConnectorMetadata, forwards: Sequence[Forward]) -> list[WorkerOutput]:
         """One step on all ranks, in the order of an engine's worker."""
         flushes = set(meta.jobs_to_flush)
+        self._outdated.update(meta.loads_to_fail)
         late = [job.job_id for job in meta.store_jobs if job.after_compute and job.job_id in flushes]
         assert not late, f"jobs {late} are to be read before the step and are computed by it"
         for rank in range(self.ranks):
@@ -261,6 +263,10 @@ class Device:
                 self._copy(at, queue.pop(0))
                 copied += 1
         return copied
+
+    def fail_late(self, job_ids: Iterable[int]) -> None:
+        """Jobs that were copied and not reported yet turn out to have failed."""
+        self._outdated.update(job_ids)
 
     def waiting(self, kind: TransferKind, rank: int = 0) -> list[int]:
         """Ids of submitted jobs that nobody has copied yet."""
@@ -394,6 +400,7 @@ class Device:
         ready = [(job, ok) for job, ok in ready if not self.lose(job, rank)]
         if self.reorder:
             self._random.shuffle(ready)
+        ready = [(job, ok and job.job_id not in self._outdated) for job, ok in ready]
         reports = [JobReport(job.job_id, rank, ok) for job, ok in ready]
         again, self._again[rank] = self._again[rank], []
         self._again[rank] += [JobReport(job.job_id, rank, ok) for job, ok in ready if self.repeat(job, rank)]

@@ -307,9 +307,6 @@ class RecordingManager(OffloadingManager):
     def on_request_finished(self, context: ReqContext) -> None:
         self._live("on_request_finished", context)
         self.lives[context.life] = False
-        late = [o.reservation.number for o in self.open.values() if o.reservation.context.life == context.life]
-        publishing = [n for n in late if self.open[n].resets == self._resets]
-        assert not publishing, f"life {context.life} ends while reservations {publishing} may still publish"
         self.inner.on_request_finished(context)
 
     def lookup_prefix(self, run: KeyRun, context: ReqContext, *, now: float, since: float) -> PrefixAnswer:
@@ -324,7 +321,7 @@ class RecordingManager(OffloadingManager):
         self._live("want", context, run)
         self.inner.want(run, context, now=now)
 
-    def answer_version(self, context: ReqContext) -> int:
+    def answer_version(self, context: ReqContext) -> tuple[int, int]:
         return self.inner.answer_version(context)
 
     def touch(self, run: KeyRun, context: ReqContext) -> None:
@@ -371,6 +368,10 @@ class RecordingManager(OffloadingManager):
     def on_schedule_end(self, *, now: float) -> None:
         self.calls.append(Call("on_schedule_end", None))
         self._stored_in_step = False
+        for opened in self.open.values():
+            if opened.resets == self._resets:
+                life = opened.reservation.context.life
+                assert self.lives[life], f"life {life} has ended while its {opened.reservation} may still publish"
         self.inner.on_schedule_end(now=now)
 
     def has_pending_work(self) -> bool:
@@ -485,8 +486,8 @@ class DictManager(OffloadingManager):
     def want(self, run: KeyRun, context: ReqContext, *, now: float) -> None:
         pass
 
-    def answer_version(self, context: ReqContext) -> int:
-        return self.version
+    def answer_version(self, context: ReqContext) -> tuple[int, int]:
+        return self.version, self.version
 
     def touch(self, run: KeyRun, context: ReqContext) -> None:
         for block_hash in list(run.keys()):

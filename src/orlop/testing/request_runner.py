@@ -64,13 +64,16 @@ class EngineRequest:
 
     ``digests[p]`` is the digest of tokens 0 .. p as the device knows them: up to one token ahead of
     ``token_ids``. ``block_ids[g]`` is the block table of group g. ``was_external``: tokens that loads have
-    brought. ``admitted``: whether it has been in a scheduler output since it was added.
+    brought. ``stop_after``: it stops by itself after so many tokens, which no scheduler can foresee, so with
+    asynchronous scheduling a step too many is in flight. ``admitted``: whether it has been in a scheduler
+    output since it was added.
     """
 
     request_id: str
     prompt: list[int]
     max_tokens: int
     groups: int
+    stop_after: int | None = None
     cache_salt: str | None = None
     skip_reading_prefix_cache: bool = False
     status: Status = Status.WAITING
@@ -292,12 +295,15 @@ class RequestRunner:
         req_id: str | None = None,
         cache_salt: str | None = None,
         skip_reading_prefix_cache: bool = False,
+        stop_after: int | None = None,
     ) -> EngineRequest:
         """A request arrives. An id may come back once its earlier stay has ended and is no longer loading."""
         req_id = req_id or f"r{len(self.requests)}"
         old = self.requests.get(req_id)
         assert old is None or (old.ended and old not in self._held), f"{req_id} is still here"
-        request = EngineRequest(req_id, list(prompt_tokens), max_tokens, len(self.geometry.groups), cache_salt)
+        request = EngineRequest(req_id, list(prompt_tokens), max_tokens, len(self.geometry.groups))
+        request.cache_salt = cache_salt
+        request.stop_after = stop_after
         request.skip_reading_prefix_cache = skip_reading_prefix_cache
         request.block_ids = [[] for _ in self.geometry.groups]
         request.num_cached = [0 for _ in self.geometry.groups]
@@ -386,8 +392,10 @@ class RequestRunner:
     def check_drained(self) -> None:
         """After ``run()``: every table of the scheduler half is empty and every block is free."""
         assert self.idle, self.describe()
-        for table in ("_req_status", "_jobs", "_block_id_to_pending_jobs", "_chunks_being_loaded"):
-            assert not getattr(self.scheduler, table), f"{table} is left with {getattr(self.scheduler, table)}"
+        for name in ("_req_status", "_jobs", "_block_id_to_pending_jobs", "_chunks_being_loaded"):
+            table = getattr(self.scheduler, name)
+            left = any(table) if isinstance(table, list) else bool(table)
+            assert not left, f"{name} is left with {table}"
         assert self.pool.free_blocks == self.pool.size - 1, "device blocks leaked"
 
     # --- scheduling --------------------------------------------------------------------------------------
@@ -409,6 +417,9 @@ class RequestRunner:
         while index < len(self.running) and budget:
             request = self.running[index]
             count = min(self._wanted(request), budget)
+            if not count:
+                index += 1
+                continue
             new_blocks = self._allocate(request, request.num_computed_tokens + count)
             while new_blocks is None:
                 self._preempt(self.running[-1])
@@ -495,7 +506,11 @@ class RequestRunner:
         self._cache_blocks(request, end)
 
     def _wanted(self, request: EngineRequest) -> int:
-        return request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+        """Tokens it could compute in this step; none once the last one it may say is on its way."""
+        on_the_way = request.num_tokens + request.num_output_placeholders
+        if on_the_way >= request.num_prompt_tokens + request.max_tokens:
+            return 0
+        return on_the_way - request.num_computed_tokens
 
     def _forward(self, share: _Share) -> Forward:
         request = share.request
@@ -674,7 +689,7 @@ class RequestRunner:
         assert request.num_tokens == share.samples, f"{request.request_id}: a token comes out of turn"
         request.token_ids.append(Lineage.sample(request.digests[share.samples - 1]))
         self._key(request)
-        if len(request.output_token_ids) >= request.max_tokens:
+        if len(request.output_token_ids) in (request.max_tokens, request.stop_after):
             self._end(request, Status.FINISHED)
 
     def _aggregate(self, outputs: list[WorkerOutput]) -> tuple[frozenset[str], frozenset[str]]:
