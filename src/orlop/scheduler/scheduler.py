@@ -573,8 +573,11 @@ class OffloadingConnectorScheduler:
         for transfer in transfers:
             if state.finished or self.geometry.groups[transfer.group].sliding_window is not None:
                 self._fences.raise_for(job, transfer.block_ids)
-        after_compute = not state.finished and any(p.after_compute for p in planned)
-        return TransferJob(job.job_id, state.context.req_id, TransferKind.STORE, transfers, after_compute=after_compute)
+        # A live request's blocks may be filled by this very step even where its own tokens are older: another
+        # request of the step computes them and the prefix cache shares them already.
+        return TransferJob(
+            job.job_id, state.context.req_id, TransferKind.STORE, transfers, after_compute=not state.finished
+        )
 
     def _flush_claimed(self) -> None:
         """Pending stores whose blocks this step may write must be read first; then they guard nothing more."""

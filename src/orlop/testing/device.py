@@ -395,8 +395,11 @@ class Device:
     # --- reports -----------------------------------------------------------------------------------------
 
     def _collect(self, rank: int) -> WorkerOutput:
-        ready = [(job, ok) for job, ok in self._done[rank] if not self.hold(job, rank)]
-        self._done[rank] = [(job, ok) for job, ok in self._done[rank] if self.hold(job, rank)]
+        ready: list[tuple[TransferJob, bool]] = []
+        kept: list[tuple[TransferJob, bool]] = []
+        for job, ok in self._done[rank]:
+            (kept if self.hold(job, rank) else ready).append((job, ok))
+        self._done[rank] = kept
         ready = [(job, ok) for job, ok in ready if not self.lose(job, rank)]
         if self.reorder:
             self._random.shuffle(ready)

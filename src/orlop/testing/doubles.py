@@ -553,15 +553,16 @@ class DictManager(OffloadingManager):
     def complete_store(self, reservation: Reservation, success: bool, *, now: float, released: bool = True) -> None:
         self.version += 1
         for block_hash, slot in zip(reservation.hashes, reservation.slots.tolist(), strict=True):
-            entry = self.table.get((reservation.group, block_hash))
-            if entry is None or entry.slot != slot:
-                self._free.append(slot)
-            elif success:
+            key = reservation.group, block_hash
+            entry = self.table.get(key)
+            current = entry is not None and entry.slot == slot
+            if entry is not None and current and success:
                 entry.ready = True
-            else:
-                del self.table[reservation.group, block_hash]
-                if released:
-                    self._free.append(slot)
+                continue
+            if current:
+                del self.table[key]
+            if released:
+                self._free.append(slot)
 
     def release(self, reservation: Reservation) -> None:
         self._free += reservation.slots.tolist()
