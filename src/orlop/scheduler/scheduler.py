@@ -161,8 +161,9 @@ class OffloadingConnectorScheduler:
         self._expire_stores(now)
         self._note_preempted(scheduler_output.preempted_req_ids or ())
         touched = self._note_scheduled(scheduler_output)
-        store_jobs = self._plan_owed(now) + self._plan_live(touched, now)
+        store_jobs = self._plan_owed(now)
         self._flush_claimed()
+        store_jobs += self._plan_live(touched, now)
         self.manager.on_schedule_end(now=now)
         return self._take_message(store_jobs)
 
@@ -582,8 +583,11 @@ class OffloadingConnectorScheduler:
         for transfer in transfers:
             if state.finished or self.geometry.groups[transfer.group].sliding_window is not None:
                 self._fences.raise_for(job, transfer.block_ids)
-        after_compute = not state.finished and any(p.after_compute for p in planned)
-        return TransferJob(job.job_id, state.context.req_id, TransferKind.STORE, transfers, after_compute=after_compute)
+        # A live request's blocks may be filled by this very step even where its own tokens are older: another
+        # request of the step computes them and the prefix cache shares them already.
+        return TransferJob(
+            job.job_id, state.context.req_id, TransferKind.STORE, transfers, after_compute=not state.finished
+        )
 
     def _flush_claimed(self) -> None:
         """Pending stores whose blocks this step may write must be read first; then they guard nothing more."""
