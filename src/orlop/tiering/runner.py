@@ -32,7 +32,7 @@ from orlop.errors import ConfigError
 from orlop.host.region import HostRegion
 from orlop.tiering.base import SecondaryTierManager
 from orlop.tiering.breaker import Breaker, BreakerOptions, BreakerState
-from orlop.tiering.io_links import Link, open_link
+from orlop.tiering.io_links import Link, ProcessLink, open_link
 from orlop.tiering.io_messages import (
     OUTCOME_CODES,
     OUTCOMES,
@@ -163,6 +163,11 @@ class TierRunner(SecondaryTierManager):
         """
         return self._pump.wait_ready(timeout_s)
 
+    @property
+    def io_pid(self) -> int | None:
+        """The I/O process while one is there; None between two of them, and in thread mode. For tools and tests."""
+        return self._pump.io_pid()
+
     # --- lookups -----------------------------------------------------------------------------------
 
     def lookup_prefix(
@@ -205,6 +210,9 @@ class TierRunner(SecondaryTierManager):
     def _submit(self, job: TierJob, bound: int, refused: str, now: float) -> None:
         self._crank(now)
         self._namespace = job.namespace
+        if not job.keys:
+            self._results.append(TierResult(job.job_id, ()))
+            return
         entry = _Open(job, -1)
         queued = self._open_bytes[job.kind]
         reason = ""
@@ -447,6 +455,10 @@ class _Pump:
     def posted(self) -> int:
         return self._posted.qsize()
 
+    def io_pid(self) -> int | None:
+        link = self._link
+        return link.pid if isinstance(link, ProcessLink) else None
+
     def wait_ready(self, timeout_s: float) -> str | None:
         if not self._decided.wait(timeout_s):
             return f"tier {self._options.name}: the store did not open within {timeout_s:g} s"
@@ -483,7 +495,7 @@ class _Pump:
                 for message in batch:
                     self._remember(message)
                 if link is None:
-                    self._settle("the I/O process is not running", released=True)
+                    self._settle("no I/O worker is running", released=True)
             if link is None:
                 self._notify()
                 continue
@@ -528,7 +540,7 @@ class _Pump:
         self._publish(link)
         was_ready = self._receive_all(link)
         gone = link.end(KILL_GRACE_S)
-        reason = f"the I/O process is dead: {link.epitaph()}"
+        reason = "the tier was shut down before it was done" if self._stopping.is_set() else link.epitaph()
         with self._lock:
             self._link = None
             held = [] if gone else list(self._jobs)
