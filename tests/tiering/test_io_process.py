@@ -263,3 +263,17 @@ def test_keys_in_the_store_begin_with_the_namespace(make: Make, tmp_path: Path) 
     rig.store(keys(1))
     rig.results()
     assert [entry.name for entry in tmp_path.iterdir()] == [(NAMESPACE.digest + keys(1)[0]).hex()]
+
+
+def test_the_files_store_runs_in_it_and_remembers(make: Make, tmp_path: Path) -> None:
+    spec = StoreSpec("orlop.stores.files:FilesStore", {"path": str(tmp_path), "max_bytes": 64 << 20})
+    first = make(spec)
+    first.store(keys(70))
+    assert first.results()[0].outcomes == (Outcome.OK,) * 70
+    payloads = [first.payload(i) for i in range(70)]
+    first.close()
+    second = make(spec)
+    assert second.found(keys(71)) == b"\1" * 70 + b"\0"
+    second.load(keys(71), 100)
+    assert second.results()[0].outcomes == (Outcome.OK,) * 70 + (Outcome.MISSING,)
+    assert [second.payload(100 + i) for i in range(70)] == payloads

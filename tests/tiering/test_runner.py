@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from tier_doubles import LAYOUT, NAMESPACE, PATIENCE_S, MemoryStore, Rig, keys, register
+from tier_doubles import CONTEXT, LAYOUT, NAMESPACE, PATIENCE_S, MemoryStore, Rig, keys, register
 
 from orlop.core import Outcome, TransferKind
 from orlop.errors import ConfigError, StoreError
 from orlop.tiering.base import ChunkStore
 from orlop.tiering.breaker import BreakerOptions
 from orlop.tiering.io_messages import StoreSpec
+from orlop.tiering.io_worker import IoWorker
 
 Make = Callable[..., Rig]
 
@@ -373,7 +374,7 @@ def test_a_failing_tier_goes_out_of_service_and_comes_back(
         raise OSError(errno.EIO, "cable")
 
     store.before = fail  # type: ignore[method-assign]
-    for i in range(2):
+    for _ in range(2):
         rig.load(keys(1))
         rig.results()
     store.calls.clear()
@@ -412,6 +413,27 @@ def test_too_many_retired_slots_open_the_breaker_at_once(make: Make) -> None:
     assert rig.runner.get_stats()["breaker_state"] == 2
 
 
+@pytest.mark.fault("B147")
+def test_a_thread_that_dies_of_our_own_fault_is_told_and_replaced(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make(restart_s=0.01)
+    assert rig.runner.wait_ready(PATIENCE_S) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(IoWorker, "_move", lambda self, part, headers: 1 // 0)
+        rig.store(keys(1))
+        (result,) = rig.results()
+    assert result.outcomes == (Outcome.UNAVAILABLE,)
+    outcome = Outcome.UNAVAILABLE
+    while outcome is Outcome.UNAVAILABLE:
+        rig.now += 100.0
+        rig.store(keys(1))
+        outcome = rig.results()[0].outcomes[0]
+    assert outcome is Outcome.OK
+    assert rig.runner.get_stats()["io_restarts"] >= 1
+    assert any("thread of the I/O worker died" in record.message for record in caplog.records)
+
+
 # --- start --------------------------------------------------------------------------------------------
 
 
@@ -434,7 +456,7 @@ def test_a_store_that_cannot_be_opened_comes_back_alone(make: Make, store: Memor
 
 def test_a_setting_that_can_never_work_is_raised(make: Make) -> None:
     rig = make(ConfigError("found bytes=0, expected more"))
-    with pytest.raises(ConfigError, match="1:double.*bytes=0"):
+    with pytest.raises(ConfigError, match=r"1:double.*bytes=0"):
         rig.runner.wait_ready(PATIENCE_S)
 
 
@@ -478,8 +500,10 @@ def test_a_store_after_a_clear_is_kept(make: Make, store: MemoryStore) -> None:
     rig.store(keys(2))
     rig.results()
     rig.runner.clear()
-    while not (rig.store(keys(1, b"n")), rig.results())[1][0].outcomes == (Outcome.OK,):
-        pass  # overtaken by the clear
+    outcome = Outcome.UNAVAILABLE
+    while outcome is Outcome.UNAVAILABLE:  # overtaken by the clear
+        rig.store(keys(1, b"n"))
+        outcome = rig.results()[0].outcomes[0]
     assert [name[16:] for name in store.data] == keys(1, b"n")
 
 
@@ -487,15 +511,9 @@ def test_touches_reach_the_store(make: Make, store: MemoryStore) -> None:
     rig = make(threads=1)
     rig.store(keys(1))
     rig.results()
-    rig.runner.touch(keys(2), rig_context())
+    rig.runner.touch(keys(2), CONTEXT)
     rig.runner.shutdown(PATIENCE_S)
     assert store.touched == [NAMESPACE.digest + key for key in keys(2)]
-
-
-def rig_context() -> Any:
-    from tier_doubles import CONTEXT
-
-    return CONTEXT
 
 
 @pytest.mark.fault("B207")
