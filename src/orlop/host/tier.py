@@ -218,7 +218,8 @@ class HostTier:
         self._drop(np.flatnonzero((state == RESERVED) | (state == READY)))
 
     def take_evicted(self) -> list[tuple[int, bytes]]:
-        """``(group, hash)`` of READY chunks that lost their key since the last call; the last 65536 of them."""
+        """``(group, hash)`` of READY chunks that lost their key since the last call, in no order;
+        the last 65536 of them."""
         evicted = [(group, key) for group, keys in self._evicted for key in keys]
         self._evicted.clear()
         self._evicted_kept = 0
