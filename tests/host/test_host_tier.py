@@ -392,10 +392,11 @@ def test_check_finds_books_that_differ_from_the_callers() -> None:
         lambda t: t._books.holds.__setitem__(3, 1),
         lambda t: t._ready[0].pop(b"a1"),
         lambda t: t._ready[0].__setitem__(b"a1", 0),
-        lambda t: t._key.__setitem__(0, None),
+        lambda t: t._key.__setitem__(0, b"other"),
         lambda t: t._policy.withdraw([2]),
         lambda t: setattr(t._books, "candidates", 5),
         lambda t: setattr(t._books, "leased", 1),
+        lambda t: setattr(t._books, "retired", 1),
     ],
 )
 def test_check_finds_damage(damage) -> None:  # type: ignore[no-untyped-def]

@@ -81,6 +81,7 @@ class Slots:
         self._places = np.arange(slots + 1)
         self.candidates = 0
         self.leased = 0
+        self.retired = 0
         self.free = list(range(usable - 1, -1, -1))
         """A stack, lowest slot on top at first, so that chunks stored together lie together."""
 
@@ -162,9 +163,10 @@ class Slots:
         self.reasons[slots] = after
         joined: list[int] = slots[after == 0].tolist()
         self.candidates += len(joined)
-        retired = self.state[slots] == RETIRED
-        if np.count_nonzero(retired):
-            self._free(slots[retired & (after == 1)])
+        if self.retired:
+            gone = slots[(after == 1) & (self.state[slots] == RETIRED)]
+            self.retired -= len(gone)
+            self._free(gone)
         return Change(joined, opened)
 
     def keep(self, parents: Iterable[int]) -> list[int]:
@@ -239,11 +241,15 @@ class Slots:
         self.state[slots] = READY
         return self._one_reason_less(slots, len(slots) - int(np.count_nonzero(self.holds[slots])))
 
-    def vacate(self, slots: list[int]) -> None:
-        """READY to FREE: candidates that were chosen to leave, after ``unkeep`` of their parents."""
-        self._leave_tree(np.array(slots, np.int64))
-        self.free.extend(slots)
-        self.candidates -= len(slots)
+    def vacate(self, slots: Int64Array, joined: int) -> None:
+        """READY to FREE: candidates that were chosen to leave.
+
+        Their parents have one reason less each already, by which ``joined`` of them became candidates.
+        """
+        self.parent[slots] = -1
+        self.reasons[slots] = 1
+        self.candidates += joined - len(slots)
+        self._free(slots)
 
     def drop(self, slots: Int64Array) -> Change:
         """RESERVED or READY to RETIRED, or FREE where nobody holds or leases it. Its children have no parent now."""
@@ -258,6 +264,7 @@ class Slots:
         self.state[slots] = RETIRED
         self.reasons[slots] = uses + 1
         idle = slots[uses == 0]
+        self.retired += len(slots) - len(idle)
         self._free(idle)
         # A parent that is no candidate yet may still be evictable now, after its other children.
         opened = len(idle) + int(np.count_nonzero(parents >= 0))
@@ -270,11 +277,6 @@ class Slots:
         gone = np.zeros(self.slots + 1, np.bool_)
         gone[slots] = True
         self.parent[gone[self.parent]] = -1
-
-    def _leave_tree(self, slots: Int64Array) -> None:
-        self.state[slots] = FREE
-        self.parent[slots] = -1
-        self.reasons[slots] = 1
 
     def _free(self, slots: Int64Array) -> None:
         self.state[slots] = FREE
@@ -298,6 +300,8 @@ class Slots:
         _require(bool(uses[state == RETIRED].all()), "a retired slot that nobody holds or leases is not free")
         leased = int(np.count_nonzero(self.leases))
         _require(self.leased == leased, f"found leased={self.leased}, counted {leased}")
+        retired = int(np.count_nonzero(state == RETIRED))
+        _require(self.retired == retired, f"found retired={self.retired}, counted {retired}")
         _require(not (parent[~resident] >= 0).any(), "a slot without a key has a parent")
         _require(bool(resident[parent[parent >= 0]].all()), "a slot without a key has a child")
         children = np.bincount(parent[parent >= 0], minlength=n)

@@ -24,7 +24,7 @@ from orlop.host.slots import READY, RESERVED, RETIRED, Change, Slots, SlotState
 
 __all__ = ["HostTier", "SlotState"]
 
-FIRST_BATCH, LAST_BATCH = 64, 4096
+FIRST_BATCH, LAST_BATCH, GROWTH = 16, 4096, 4
 EVICTED_KEPT = 65536
 
 Table = dict[bytes, int]
@@ -47,7 +47,8 @@ class HostTier:
         self._policy = LRU(slots) if policy is None else policy
         self._ready: defaultdict[int, Table] = defaultdict(dict)
         self._reserved: defaultdict[int, Table] = defaultdict(dict)
-        self._key: list[bytes | None] = [None] * slots
+        self._key = [b""] * slots
+        """What a RESERVED or READY slot holds; of other slots what they held last."""
         self._group = np.zeros(slots, np.int32)
         self._evicted: deque[tuple[int, list[bytes]]] = deque()
         self._evicted_kept = 0
@@ -86,7 +87,7 @@ class HostTier:
             missing = bytes(map(there, run.hashes[start:stop])).find(0)
             if missing >= 0:
                 return start + missing - run.start
-            start, size = stop, min(2 * size, LAST_BATCH)
+            start, size = stop, min(GROWTH * size, LAST_BATCH)
         return len(run)
 
     def ready_slots(self, run: KeyRun) -> Int64Array:
@@ -157,8 +158,7 @@ class HostTier:
         self._books.reserve(slots, _parents(slots, pieces, outer))
         self._group[slots] = run.group
         self._reserved[run.group].update(zip(keys, taken, strict=True))
-        for key, slot in zip(keys, taken, strict=True):
-            self._key[slot] = key
+        _exhaust(map(self._key.__setitem__, taken, keys))
         self._adopt(run, pieces)
         return slots
 
@@ -169,7 +169,8 @@ class HostTier:
             return
         change = self._books.publish(slots)
         for group, part in self._by_group(slots):
-            keys, numbers = self._keys_of(part)
+            numbers = part.tolist()
+            keys = self._keys_of(numbers)
             _remove(self._reserved[group], keys)
             self._ready[group].update(zip(keys, numbers, strict=True))
             self._policy.insert(group, keys, part)
@@ -243,8 +244,6 @@ class HostTier:
                     seen[slot] = state
         resident = np.flatnonzero((self._books.state == RESERVED) | (self._books.state == READY))
         _equal("slots that the tables name", sorted(seen), resident.tolist())
-        keyed = [slot for slot, key in enumerate(self._key) if key is not None]
-        _equal("slots that have a key", keyed, resident.tolist())
         may_leave = np.flatnonzero(self._books.reasons == 0).tolist()
         _equal("the policy's candidates", sorted(self._policy.candidates()), may_leave)
         for word, given, book in (("holds", holds, self._books.holds), ("leases", leases, self._books.leases)):
@@ -286,11 +285,13 @@ class HostTier:
     def _evict(self, n: int) -> None:
         """Free ``n`` slots one by one, each parent a candidate as soon as its last child is gone."""
         reasons_of, parent_of, policy = self._books.reasons_of, self._books.parent_of, self._policy
+        pop, replace = policy.pop, policy.replace
         victims: list[int] = []
+        joined = 0
         slot = joins = -1
         try:
-            while len(victims) < n:
-                slot = policy.pop() if joins < 0 else policy.replace(joins, slot)
+            for _ in range(n):
+                slot = pop() if joins < 0 else replace(joins, slot)
                 joins = -1
                 if reasons_of[slot]:
                     raise InvariantError(f"{type(policy).__name__} chose slot {slot}, which may not leave")
@@ -298,26 +299,26 @@ class HostTier:
                 victims.append(slot)
                 parent = parent_of[slot]
                 if parent >= 0:
-                    reasons_of[parent] -= 1
-                    if reasons_of[parent]:
+                    left = reasons_of[parent] - 1
+                    reasons_of[parent] = left
+                    if left:
                         policy.inherit(parent, slot)
                     else:
-                        self._books.candidates += 1
+                        joined += 1
                         joins = parent
         finally:
             if joins >= 0:
                 policy.inherit(joins, slot)
                 policy.offer((joins,))
-            self._books.vacate(victims)
-            self._forget_ready(np.array(victims, np.int64))
+            gone = np.array(victims, np.int64)
+            self._books.vacate(gone, joined)
+            self._forget_ready(gone)
 
     def _forget_ready(self, slots: Int64Array) -> None:
         for group, part in self._by_group(slots):
-            keys, numbers = self._keys_of(part)
+            keys = self._keys_of(part.tolist())
             _remove(self._ready[group], keys)
             self._note_evicted(group, keys)
-            for slot in numbers:
-                self._key[slot] = None
         self.evictions += len(slots)
 
     def _note_evicted(self, group: int, keys: list[bytes]) -> None:
@@ -340,10 +341,7 @@ class HostTier:
         self._policy.forget(ready)
         self._forget_ready(ready)
         for group, part in self._by_group(reserved):
-            keys, numbers = self._keys_of(part)
-            _remove(self._reserved[group], keys)
-            for slot in numbers:
-                self._key[slot] = None
+            _remove(self._reserved[group], self._keys_of(part.tolist()))
         self._changed(self._books.drop(slots))
 
     def _adopt(self, run: KeyRun, pieces: list[tuple[int, int]]) -> None:
@@ -379,9 +377,8 @@ class HostTier:
             for group in np.unique(groups).tolist():
                 yield group, slots[groups == group]
 
-    def _keys_of(self, slots: Int64Array) -> tuple[list[bytes], list[int]]:
-        numbers: list[int] = slots.tolist()
-        return list(map(self._key.__getitem__, numbers)), numbers  # type: ignore[arg-type]
+    def _keys_of(self, slots: Sequence[int]) -> list[bytes]:
+        return list(map(self._key.__getitem__, slots))
 
     def _offer(self, slots: Sequence[int]) -> None:
         if slots:
@@ -430,7 +427,12 @@ def _parents(slots: Int64Array, pieces: list[tuple[int, int]], outer: list[int])
 
 
 def _remove(table: Table, keys: Collection[bytes]) -> None:
-    deque(map(table.__delitem__, keys), maxlen=0)
+    _exhaust(map(table.__delitem__, keys))
+
+
+def _exhaust(calls: Iterator[object]) -> None:
+    """Make calls that are only worth their effect, without Python between two of them."""
+    deque(calls, maxlen=0)
 
 
 def _equal(what: str, found: object, expected: object) -> None:
