@@ -313,7 +313,8 @@ class Reservation:
     """Slots that a device transfer may touch, from prepare to complete.
 
     Compared by identity and given back exactly once, so a release needs no key. ``chunks`` are the
-    absolute chunk indexes in the request, ``slots`` the slots in the same order.
+    absolute chunk indexes in the request, ``slots`` the slots in the same order. ``origins``: of a load, how
+    many of its chunks each secondary tier brought up for it, by the tier's name.
     """
 
     number: int
@@ -323,6 +324,7 @@ class Reservation:
     hashes: tuple[bytes, ...]
     chunks: Int64Array
     slots: Int64Array
+    origins: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,14 +379,17 @@ class OffloadingConnectorMetadata:
 
     ``jobs_to_flush`` are ids of store jobs, of this message or of earlier ones, whose blocks must have been
     read before anything of this step may overwrite them. Ids that a worker does not know are done.
+    ``loads_to_fail`` are ids of earlier load jobs that a reset has outdated: each is reported as failed, however
+    its copy ends, unless it has been reported already.
     """
 
     load_jobs: tuple[TransferJob, ...] = ()
     store_jobs: tuple[TransferJob, ...] = ()
     jobs_to_flush: tuple[int, ...] = ()
+    loads_to_fail: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.load_jobs or self.store_jobs or self.jobs_to_flush)
+        return bool(self.load_jobs or self.store_jobs or self.jobs_to_flush or self.loads_to_fail)
 
 
 @dataclass(frozen=True, slots=True)

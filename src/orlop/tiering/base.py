@@ -68,8 +68,12 @@ class OffloadingManager(ABC):
         """The request will wait for ``run``: promote what a tier has of it, lease what is readable."""
 
     @abstractmethod
-    def answer_version(self, context: ReqContext) -> int:
-        """A number that is unchanged as long as no lookup of this life can answer differently (deadlines aside)."""
+    def answer_version(self, context: ReqContext) -> tuple[int, int]:
+        """Two numbers that only grow: while both are as they were, lookups of this life answer as they did.
+
+        The first grows when something that this life waits for has come or failed, the second when a readable
+        chunk of anybody may have gone. Deadlines (``PrefixAnswer.valid_until``) are not part of it.
+        """
 
     @abstractmethod
     def touch(self, run: KeyRun, context: ReqContext) -> None:
