@@ -27,8 +27,8 @@ from orlop.errors import ConfigError, CopyError
 from orlop.worker.base import CopyBackend
 from orlop.worker.layout import GroupPages, SlotMemory, checked, group_pages, part_of, rows, runs, whole_slots
 
-STORE_BATCH_BYTES = 16 << 20
-"""Copied, then hashed while still in the cache; also bounds how long hashing holds the GIL (about 1 ms)."""
+STORE_BATCH_BYTES = 8 << 20
+"""Copied, then hashed while still in the cache; also bounds how long hashing holds the GIL (below 1 ms)."""
 
 LOAD_BATCH_BYTES = 256 << 20
 STAGE_BYTES = 16 << 20
