@@ -120,6 +120,8 @@ class TieringManager(OffloadingManager):
         """Lives with something left to lease or to promote, in the order of their first want."""
         self._lease_ends: list[tuple[float, int]] = []
         self._lease_budget = 0
+        self._brought_by = np.zeros(host.slots, dtype=np.int8)
+        """Per slot 1 + the index of the tier that filled it and that no load has been credited to yet."""
         self._events: list[CacheEvent] = []
         self._next_number = 1
 
@@ -260,7 +262,10 @@ class TieringManager(OffloadingManager):
         if life is not None:
             self._drop_wants(life)
         chunks = np.arange(run.start, stop, dtype=np.int64)
-        return self._reserve(TransferKind.LOAD, context, run, chunks, slots)
+        brought = self._brought_by[slots]
+        origins = {e.tier.name: int((brought == i + 1).sum()) for i, e in enumerate(self.tiers)}
+        self._brought_by[slots] = 0
+        return self._reserve(TransferKind.LOAD, context, run, chunks, slots, origins)
 
     def complete_load(self, reservation: Reservation, *, now: float) -> None:
         if self._close(reservation):
@@ -284,7 +289,8 @@ class TieringManager(OffloadingManager):
             absent = absent[: len(slots)]
         if not absent:
             return StorePlan(None, settled)
-        reservation = self._reserve(TransferKind.STORE, context, run, np.array(absent, dtype=np.int64), slots)
+        reservation = self._reserve(TransferKind.STORE, context, run, np.array(absent, dtype=np.int64), slots, {})
+        self._brought_by[slots] = 0
         writer = _Writer()
         self._writers.update(dict.fromkeys(slots.tolist(), writer))
         self._open[reservation.number].writer = writer
@@ -327,10 +333,16 @@ class TieringManager(OffloadingManager):
         return slots if slots is not None else np.empty(0, dtype=np.int64)
 
     def _reserve(
-        self, kind: TransferKind, context: ReqContext, run: KeyRun, chunks: Int64Array, slots: Int64Array
+        self,
+        kind: TransferKind,
+        context: ReqContext,
+        run: KeyRun,
+        chunks: Int64Array,
+        slots: Int64Array,
+        origins: Mapping[str, int],
     ) -> Reservation:
         hashes = tuple(run.hashes[c] for c in chunks.tolist())
-        reservation = Reservation(self._number(), kind, context, run.group, hashes, chunks, slots)
+        reservation = Reservation(self._number(), kind, context, run.group, hashes, chunks, slots, origins)
         self._open[reservation.number] = _Open(reservation)
         return reservation
 
@@ -469,6 +481,7 @@ class TieringManager(OffloadingManager):
         self._end_writing(writer, slots)
         if ok.any():
             self.host.publish(slots[ok])
+            self._brought_by[slots[ok]] = job.tier + 1
             self._note_event(True, job.order.group, tuple(job.order.keys[i][:-4] for i in np.flatnonzero(ok)))
         if not ok.all():
             self.host.abandon(slots[~ok])
@@ -676,9 +689,7 @@ class TieringManager(OffloadingManager):
         self.host.check(holds, leases)
         budget = sum(life.budget for life in self._lives.values())
         if budget != self._lease_budget or budget > self.host.slots // 2:
-            raise InvariantError(
-                f"found a lease budget of {self._lease_budget}, expected {budget}, at most half"
-            )
+            raise InvariantError(f"found a lease budget of {self._lease_budget}, expected {budget}, at most half")
         if open_reservations is not None:
             theirs = {r.number for r in open_reservations}
             if theirs != set(self._open):
