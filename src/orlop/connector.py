@@ -37,9 +37,10 @@ from orlop.host.policies import load_policy
 from orlop.host.region import HostRegion, socket_name
 from orlop.host.tier import HostTier
 from orlop.scheduler.scheduler import OffloadingConnectorScheduler, SchedulerOptions
+from orlop.tiering.io_messages import StoreSpec
 from orlop.tiering.manager import TierEntry, TieringManager, TieringOptions
 from orlop.tiering.namespace import Fingerprint, almost_same, read_descriptions, write_description
-from orlop.tiering.runner import RunnerOptions, StoreSpec, TierRunner
+from orlop.tiering.runner import RunnerOptions, TierRunner
 from orlop.worker.cpu import CpuCopyBackend
 from orlop.worker.layout import page_bytes
 from orlop.worker.worker import CopyWorker, OffloadingConnectorWorker
@@ -50,6 +51,7 @@ JOIN_TIMEOUT_S = 60.0
 """How long the parts of one engine wait for each other at start."""
 TIER_START_TIMEOUT_S = 10.0
 LEAST_SLOTS = 4
+IO_THREADS = 4
 STORES = {"files": "orlop.stores.files:FilesStore"}
 
 
@@ -197,7 +199,7 @@ class OffloadingConnector:
         if slots < LEAST_SLOTS:
             raise ConfigError(
                 f"host.bytes: found {wanted} bytes, which is {slots} chunks of {slot_bytes} bytes, expected "
-                f"{LEAST_SLOTS} or more; set host.bytes to at least {LEAST_SLOTS * slot_bytes}, or blocks_per_chunk lower"
+                f"{LEAST_SLOTS} or more; set it to {LEAST_SLOTS * slot_bytes} at least, or blocks_per_chunk lower"
             )
         return RegionLayout(slots, blocks, pages)
 
@@ -277,9 +279,7 @@ class OffloadingConnector:
         kwargs: dict[str, Any] = {"path": tier.path, "max_bytes": tier.bytes}
         if tier.type in STORES:
             kwargs["direct_io"] = tier.direct_io
-        options = RunnerOptions(
-            name, queue_bytes=tier.queue_bytes, **({"threads": tier.threads} if tier.threads else {})
-        )
+        options = RunnerOptions(name, queue_bytes=tier.queue_bytes, threads=tier.threads or IO_THREADS)
         spec = StoreSpec(STORES.get(tier.type, tier.type), {k: v for k, v in kwargs.items() if v is not None})
         runner = TierRunner(options, region, spec, io_process=self.config.io_process, clock=self._clock)
         try:

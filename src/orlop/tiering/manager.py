@@ -110,8 +110,8 @@ class TieringManager(OffloadingManager):
         """Unanswered lookups at tiers, by lookup id."""
         self._open: dict[int, _Open] = {}
         """Reservations that the scheduler half has not given back, by number."""
-        self._writers: dict[int, _Writer] = {}
-        """Slot being written -> who writes it, so that those who wait for it learn of its end."""
+        self._writers = np.full(host.slots, None, dtype=object)
+        """Per slot the ``_Writer`` that fills it, so that those who wait for it learn of its end."""
         self._transfer_jobs: dict[int, _Job] = {}
         self._overdue: dict[int, _Job] = {}
         """Jobs settled without their tier's word; their slots are retired until it comes."""
@@ -238,6 +238,7 @@ class TieringManager(OffloadingManager):
         life = self._lives[context.life]
         wanted = life.wants.get(run.group)
         if wanted is not None and wanted.start <= run.start and run.stop <= wanted.stop:
+            self._noting[context.life] = life  # an answer may have come since: look again at what is left to promote
             return
         if life.admitted:
             self._drop_wants(life)
@@ -292,7 +293,7 @@ class TieringManager(OffloadingManager):
         reservation = self._reserve(TransferKind.STORE, context, run, np.array(absent, dtype=np.int64), slots, {})
         self._brought_by[slots] = 0
         writer = _Writer()
-        self._writers.update(dict.fromkeys(slots.tolist(), writer))
+        self._writers[slots] = writer
         self._open[reservation.number].writer = writer
         return StorePlan(reservation, settled)
 
@@ -341,7 +342,9 @@ class TieringManager(OffloadingManager):
         slots: Int64Array,
         origins: Mapping[str, int],
     ) -> Reservation:
-        hashes = tuple(run.hashes[c] for c in chunks.tolist())
+        first, stop = (int(chunks[0]), int(chunks[-1]) + 1) if len(chunks) else (0, 0)
+        neighbours = stop - first == len(chunks)
+        hashes = tuple(run.hashes[first:stop] if neighbours else [run.hashes[c] for c in chunks.tolist()])
         reservation = Reservation(self._number(), kind, context, run.group, hashes, chunks, slots, origins)
         self._open[reservation.number] = _Open(reservation)
         return reservation
@@ -355,8 +358,7 @@ class TieringManager(OffloadingManager):
 
     def _end_writing(self, writer: _Writer | None, slots: Int64Array) -> None:
         """Slots are no longer being written: those who wait for them look again."""
-        for slot in slots.tolist():
-            self._writers.pop(slot, None)
+        self._writers[slots] = None
         for life_number in writer.waiters if writer is not None else ():
             life = self._lives.get(life_number)
             if life is not None:
@@ -365,6 +367,8 @@ class TieringManager(OffloadingManager):
     # --- cascades -------------------------------------------------------------------------------------------------
 
     def _cascade(self, reservation: Reservation, now: float) -> None:
+        if not any(entry.store for entry in self.tiers):
+            return
         tail = reservation.group.to_bytes(4, "big")
         keys = tuple(h + tail for h in reservation.hashes)
         for index, entry in enumerate(self.tiers):
@@ -517,6 +521,8 @@ class TieringManager(OffloadingManager):
 
     def _admit(self, life: _Life) -> bool:
         """Grant the life its leases as a number, whole or not at all; cut what could never be granted."""
+        if any(not ask.answered for ask in life.asks.values()):
+            return False
         if life.need is None:
             life.need = sum(len(run) - self.host.ready_prefix(run) for run in life.wants.values())
         need = life.need
@@ -597,7 +603,7 @@ class TieringManager(OffloadingManager):
             life.context,
         )
         writer = _Writer()
-        self._writers.update(dict.fromkeys(slots.tolist(), writer))
+        self._writers[slots] = writer
         self._track(job, tier, now + entry.promotion_s, writer)
         entry.tier.submit_load(job, now=now)
         return True
@@ -610,10 +616,8 @@ class TieringManager(OffloadingManager):
             fresh = np.setdiff1d(slots, life.leased, assume_unique=True)[: life.budget - len(life.leased)]
             self.host.lease(fresh)
             life.leased = np.concatenate([life.leased, fresh])
-            for slot in fresh.tolist():
-                writer = self._writers.get(slot)
-                if writer is not None:
-                    writer.waiters.add(life.context.life)
+            for writer in {id(w): w for w in self._writers[fresh] if w is not None}.values():
+                writer.waiters.add(life.context.life)
 
     def _drop_wants(self, life: _Life) -> None:
         """The one place where leases end."""
@@ -642,7 +646,7 @@ class TieringManager(OffloadingManager):
             opened.outdated = True
         for job in self._transfer_jobs.values():
             job.outdated = True
-        self._writers.clear()
+        self._writers.fill(None)
         self.host.clear()
         if not self.options.keep_tiers_on_reset:
             self._namespace = self._namespace_of(generation)
@@ -695,7 +699,7 @@ class TieringManager(OffloadingManager):
             if theirs != set(self._open):
                 raise InvariantError(f"open reservations differ: {sorted(theirs ^ set(self._open))}")
         writers = {id(o.writer) for o in self._open.values()} | {id(j.writer) for j in self._transfer_jobs.values()}
-        if any(id(w) not in writers for w in self._writers.values()):
+        if any(id(w) not in writers for w in self._writers if w is not None):
             raise InvariantError("a slot is marked as being written by somebody who is gone")
 
     def _note_event(self, stored: bool, group: int, hashes: tuple[bytes, ...]) -> None:
