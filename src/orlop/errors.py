@@ -33,7 +33,14 @@ class StoreError(OrlopError):
 
 
 class EnvelopeError(OrlopError):
-    """Bytes at rest do not verify. For requests: a miss for that chunk alone; the chunk is removed."""
+    """Bytes at rest do not verify. For requests: a miss for that chunk alone; the chunk is removed.
+
+    ``reason`` is one of ``tiering.envelope.Reason``.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class TraceError(OrlopError):

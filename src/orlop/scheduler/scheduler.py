@@ -49,7 +49,8 @@ class SchedulerOptions:
     """What the scheduler half is told of engine and settings.
 
     ``ranks``: workers that report each job. ``prefix_caching``: the device shares blocks between requests.
-    ``store_deadline_s``: a device store unreported for so long is settled as failed. ``max_chunks_per_step``: at
+    ``store_deadline_s``: a device store unreported for so long is settled as failed. ``lookup_wait_s`` and
+    ``promotion_wait_s`` are the manager's limits, at which its answers may change. ``max_chunks_per_step``: at
     most so many chunks are offered for storing in one step; the rest follows in the next.
     """
 
@@ -57,6 +58,7 @@ class SchedulerOptions:
     offload_decode: bool = True
     prefix_caching: bool = True
     store_deadline_s: float = 30.0
+    lookup_wait_s: float = 0.2
     promotion_wait_s: float = 5.0
     max_chunks_per_step: int = 2048
 
@@ -302,7 +304,8 @@ class OffloadingConnectorScheduler:
         lookups = Lookups(
             lambda run: self.manager.lookup_prefix(run, context, now=now, since=since),
             lambda run: self.manager.lookup_each(run, context, now=now, since=since),
-            window_until=since + self.options.promotion_wait_s,
+            retry_until=since + self.options.lookup_wait_s,
+            pending_until=since + self.options.promotion_wait_s,
         )
         hit = find_hit(self.geometry, state.groups, on_device, limit, lookups)
         state.answer_until = hit.valid_until
