@@ -39,7 +39,12 @@ docs: setup
 	$(BIN)/python tools/fault_table.py
 
 bench: setup
-	@set -e; for program in bench/*.py; do echo "== $$program"; $(BIN)/python $$program --short; done
+	@set -e; for program in bench/*.py; do \
+		python=$(BIN)/python; \
+		case $$program in *vllm*) python=$(VENV_VLLM)/bin/python;; esac; \
+		if [ -x $$python ]; then echo "== $$program"; $$python $$program --short; \
+		else echo "== $$program: left out, it needs vLLM: make test-vllm-scheduler builds $(VENV_VLLM)"; fi; \
+	done
 
 # Kills processes on purpose and looks at what is left.
 crash: setup

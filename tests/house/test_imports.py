@@ -44,6 +44,7 @@ ARROWS = {
     "orlop.observe": JOINED,
     "orlop.vllm": [*JOINED, "orlop.connector", "orlop.observe"],
     "orlop.cli": ["orlop"],
+    "orlop.__main__": ["orlop.cli"],
     "orlop": [*CONTRACTS, "orlop.connector", "orlop.engine"],
 }
 NOBODYS = ["orlop.tiering.io_process"]
