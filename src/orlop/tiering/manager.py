@@ -676,9 +676,7 @@ class TieringManager(OffloadingManager):
         self.host.check(holds, leases)
         budget = sum(life.budget for life in self._lives.values())
         if budget != self._lease_budget or budget > self.host.slots // 2:
-            raise InvariantError(
-                f"found a lease budget of {self._lease_budget}, expected {budget}, at most half"
-            )
+            raise InvariantError(f"found a lease budget of {self._lease_budget}, expected {budget}, at most half")
         if open_reservations is not None:
             theirs = {r.number for r in open_reservations}
             if theirs != set(self._open):
