@@ -161,8 +161,9 @@ class OffloadingConnectorScheduler:
         self._expire_stores(now)
         self._note_preempted(scheduler_output.preempted_req_ids or ())
         touched = self._note_scheduled(scheduler_output)
-        store_jobs = self._plan_owed(now) + self._plan_live(touched, now)
+        store_jobs = self._plan_owed(now)
         self._flush_claimed()
+        store_jobs += self._plan_live(touched, now)
         self.manager.on_schedule_end(now=now)
         return self._take_message(store_jobs)
 
@@ -379,10 +380,20 @@ class OffloadingConnectorScheduler:
         for reservation, loading in zip(reservations, self._chunks_being_loaded, strict=True):
             loading.update(dict.fromkeys(reservation.hashes, job.job_id))
         state.load_base = on_device
-        self.counters["tokens_loaded"] += num_external_tokens
+        self._count_origins(reservations[0], num_external_tokens)
         self._current_batch_load_jobs.append(
             TransferJob(job.job_id, state.context.req_id, TransferKind.LOAD, tuple(transfers), doomed=short)
         )
+
+    def _count_origins(self, reservation: Reservation, num_tokens: int) -> None:
+        """Tokens loaded, by the tier that had them: whole chunks for secondary tiers, the rest was in host memory."""
+        self.counters["tokens_loaded"] += num_tokens
+        per_chunk = self.geometry.chunk_tokens(reservation.group)
+        for name, chunks in reservation.origins.items():
+            brought = min(chunks * per_chunk, num_tokens)
+            self.counters[f"tokens_loaded {name}"] += brought
+            num_tokens -= brought
+        self.counters["tokens_loaded host"] += num_tokens
 
     def _load_transfer(
         self, state: RequestState, index: int, reservation: Reservation, first: int, on_device: int, tokens: int
@@ -572,8 +583,11 @@ class OffloadingConnectorScheduler:
         for transfer in transfers:
             if state.finished or self.geometry.groups[transfer.group].sliding_window is not None:
                 self._fences.raise_for(job, transfer.block_ids)
-        after_compute = not state.finished and any(p.after_compute for p in planned)
-        return TransferJob(job.job_id, state.context.req_id, TransferKind.STORE, transfers, after_compute=after_compute)
+        # A live request's blocks may be filled by this very step even where its own tokens are older: another
+        # request of the step computes them and the prefix cache shares them already.
+        return TransferJob(
+            job.job_id, state.context.req_id, TransferKind.STORE, transfers, after_compute=not state.finished
+        )
 
     def _flush_claimed(self) -> None:
         """Pending stores whose blocks this step may write must be read first; then they guard nothing more."""
