@@ -531,6 +531,7 @@ class RequestRunner:
         holders = [r for r in self.waiting if not r.loading and any(r.block_ids)]
         if len(holders) > 1 or (holders and self.waiting[0] is not holders[0]):
             self._drop_blocks(holders[-1])
+            holders[-1].status, holders[-1].load_failed = Status.WAITING, False
 
     # --- blocks ------------------------------------------------------------------------------------------
 
