@@ -32,6 +32,11 @@ class StoreError(OrlopError):
     """A chunk store failed as a whole. For requests: the job's keys are misses; the breaker counts it."""
 
 
+class CopyError(OrlopError):
+    """A copy between device and host memory was refused or failed. For requests: a load's tokens are computed,
+    a store's keys are dropped."""
+
+
 class EnvelopeError(OrlopError):
     """Bytes at rest do not verify. For requests: a miss for that chunk alone; the chunk is removed.
 

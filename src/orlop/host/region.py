@@ -676,9 +676,8 @@ def _hand_over(peer: socket.socket, fd: int) -> None:
 
 def _refuse(peer: socket.socket, reason: str) -> None:
     log.warning("host region: refused a process: %s", reason)
-    with peer:
-        with contextlib.suppress(OSError):
-            _send(peer, {"refused": reason})
+    with peer, contextlib.suppress(OSError):
+        _send(peer, {"refused": reason})
 
 
 def _hung_up(peer: socket.socket) -> bool:

@@ -380,10 +380,20 @@ class OffloadingConnectorScheduler:
         for reservation, loading in zip(reservations, self._chunks_being_loaded, strict=True):
             loading.update(dict.fromkeys(reservation.hashes, job.job_id))
         state.load_base = on_device
-        self.counters["tokens_loaded"] += num_external_tokens
+        self._count_origins(reservations[0], num_external_tokens)
         self._current_batch_load_jobs.append(
             TransferJob(job.job_id, state.context.req_id, TransferKind.LOAD, tuple(transfers), doomed=short)
         )
+
+    def _count_origins(self, reservation: Reservation, num_tokens: int) -> None:
+        """Tokens loaded, by the tier that had them: whole chunks for secondary tiers, the rest was in host memory."""
+        self.counters["tokens_loaded"] += num_tokens
+        per_chunk = self.geometry.chunk_tokens(reservation.group)
+        for name, chunks in reservation.origins.items():
+            brought = min(chunks * per_chunk, num_tokens)
+            self.counters[f"tokens_loaded {name}"] += brought
+            num_tokens -= brought
+        self.counters["tokens_loaded host"] += num_tokens
 
     def _load_transfer(
         self, state: RequestState, index: int, reservation: Reservation, first: int, on_device: int, tokens: int

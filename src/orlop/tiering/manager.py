@@ -110,8 +110,8 @@ class TieringManager(OffloadingManager):
         """Unanswered lookups at tiers, by lookup id."""
         self._open: dict[int, _Open] = {}
         """Reservations that the scheduler half has not given back, by number."""
-        self._writers: dict[int, _Writer] = {}
-        """Slot being written -> who writes it, so that those who wait for it learn of its end."""
+        self._writers = np.full(host.slots, None, dtype=object)
+        """Per slot the ``_Writer`` that fills it, so that those who wait for it learn of its end."""
         self._transfer_jobs: dict[int, _Job] = {}
         self._overdue: dict[int, _Job] = {}
         """Jobs settled without their tier's word; their slots are retired until it comes."""
@@ -120,6 +120,8 @@ class TieringManager(OffloadingManager):
         """Lives with something left to lease or to promote, in the order of their first want."""
         self._lease_ends: list[tuple[float, int]] = []
         self._lease_budget = 0
+        self._brought_by = np.zeros(host.slots, dtype=np.int8)
+        """Per slot 1 + the index of the tier that filled it and that no load has been credited to yet."""
         self._events: list[CacheEvent] = []
         self._next_number = 1
 
@@ -236,6 +238,7 @@ class TieringManager(OffloadingManager):
         life = self._lives[context.life]
         wanted = life.wants.get(run.group)
         if wanted is not None and wanted.start <= run.start and run.stop <= wanted.stop:
+            self._noting[context.life] = life  # an answer may have come since: look again at what is left to promote
             return
         if life.admitted:
             self._drop_wants(life)
@@ -260,7 +263,10 @@ class TieringManager(OffloadingManager):
         if life is not None:
             self._drop_wants(life)
         chunks = np.arange(run.start, stop, dtype=np.int64)
-        return self._reserve(TransferKind.LOAD, context, run, chunks, slots)
+        brought = self._brought_by[slots]
+        origins = {e.tier.name: int((brought == i + 1).sum()) for i, e in enumerate(self.tiers)}
+        self._brought_by[slots] = 0
+        return self._reserve(TransferKind.LOAD, context, run, chunks, slots, origins)
 
     def complete_load(self, reservation: Reservation, *, now: float) -> None:
         if self._close(reservation):
@@ -284,9 +290,10 @@ class TieringManager(OffloadingManager):
             absent = absent[: len(slots)]
         if not absent:
             return StorePlan(None, settled)
-        reservation = self._reserve(TransferKind.STORE, context, run, np.array(absent, dtype=np.int64), slots)
+        reservation = self._reserve(TransferKind.STORE, context, run, np.array(absent, dtype=np.int64), slots, {})
+        self._brought_by[slots] = 0
         writer = _Writer()
-        self._writers.update(dict.fromkeys(slots.tolist(), writer))
+        self._writers[slots] = writer
         self._open[reservation.number].writer = writer
         return StorePlan(reservation, settled)
 
@@ -327,10 +334,18 @@ class TieringManager(OffloadingManager):
         return slots if slots is not None else np.empty(0, dtype=np.int64)
 
     def _reserve(
-        self, kind: TransferKind, context: ReqContext, run: KeyRun, chunks: Int64Array, slots: Int64Array
+        self,
+        kind: TransferKind,
+        context: ReqContext,
+        run: KeyRun,
+        chunks: Int64Array,
+        slots: Int64Array,
+        origins: Mapping[str, int],
     ) -> Reservation:
-        hashes = tuple(run.hashes[c] for c in chunks.tolist())
-        reservation = Reservation(self._number(), kind, context, run.group, hashes, chunks, slots)
+        first, stop = (int(chunks[0]), int(chunks[-1]) + 1) if len(chunks) else (0, 0)
+        neighbours = stop - first == len(chunks)
+        hashes = tuple(run.hashes[first:stop] if neighbours else [run.hashes[c] for c in chunks.tolist()])
+        reservation = Reservation(self._number(), kind, context, run.group, hashes, chunks, slots, origins)
         self._open[reservation.number] = _Open(reservation)
         return reservation
 
@@ -343,8 +358,7 @@ class TieringManager(OffloadingManager):
 
     def _end_writing(self, writer: _Writer | None, slots: Int64Array) -> None:
         """Slots are no longer being written: those who wait for them look again."""
-        for slot in slots.tolist():
-            self._writers.pop(slot, None)
+        self._writers[slots] = None
         for life_number in writer.waiters if writer is not None else ():
             life = self._lives.get(life_number)
             if life is not None:
@@ -353,6 +367,8 @@ class TieringManager(OffloadingManager):
     # --- cascades -------------------------------------------------------------------------------------------------
 
     def _cascade(self, reservation: Reservation, now: float) -> None:
+        if not any(entry.store for entry in self.tiers):
+            return
         tail = reservation.group.to_bytes(4, "big")
         keys = tuple(h + tail for h in reservation.hashes)
         for index, entry in enumerate(self.tiers):
@@ -469,6 +485,7 @@ class TieringManager(OffloadingManager):
         self._end_writing(writer, slots)
         if ok.any():
             self.host.publish(slots[ok])
+            self._brought_by[slots[ok]] = job.tier + 1
             self._note_event(True, job.order.group, tuple(job.order.keys[i][:-4] for i in np.flatnonzero(ok)))
         if not ok.all():
             self.host.abandon(slots[~ok])
@@ -504,6 +521,8 @@ class TieringManager(OffloadingManager):
 
     def _admit(self, life: _Life) -> bool:
         """Grant the life its leases as a number, whole or not at all; cut what could never be granted."""
+        if any(not ask.answered for ask in life.asks.values()):
+            return False
         if life.need is None:
             life.need = sum(len(run) - self.host.ready_prefix(run) for run in life.wants.values())
         need = life.need
@@ -584,7 +603,7 @@ class TieringManager(OffloadingManager):
             life.context,
         )
         writer = _Writer()
-        self._writers.update(dict.fromkeys(slots.tolist(), writer))
+        self._writers[slots] = writer
         self._track(job, tier, now + entry.promotion_s, writer)
         entry.tier.submit_load(job, now=now)
         return True
@@ -597,10 +616,8 @@ class TieringManager(OffloadingManager):
             fresh = np.setdiff1d(slots, life.leased, assume_unique=True)[: life.budget - len(life.leased)]
             self.host.lease(fresh)
             life.leased = np.concatenate([life.leased, fresh])
-            for slot in fresh.tolist():
-                writer = self._writers.get(slot)
-                if writer is not None:
-                    writer.waiters.add(life.context.life)
+            for writer in {id(w): w for w in self._writers[fresh] if w is not None}.values():
+                writer.waiters.add(life.context.life)
 
     def _drop_wants(self, life: _Life) -> None:
         """The one place where leases end."""
@@ -629,7 +646,7 @@ class TieringManager(OffloadingManager):
             opened.outdated = True
         for job in self._transfer_jobs.values():
             job.outdated = True
-        self._writers.clear()
+        self._writers.fill(None)
         self.host.clear()
         if not self.options.keep_tiers_on_reset:
             self._namespace = self._namespace_of(generation)
@@ -676,15 +693,13 @@ class TieringManager(OffloadingManager):
         self.host.check(holds, leases)
         budget = sum(life.budget for life in self._lives.values())
         if budget != self._lease_budget or budget > self.host.slots // 2:
-            raise InvariantError(
-                f"found a lease budget of {self._lease_budget}, expected {budget}, at most half"
-            )
+            raise InvariantError(f"found a lease budget of {self._lease_budget}, expected {budget}, at most half")
         if open_reservations is not None:
             theirs = {r.number for r in open_reservations}
             if theirs != set(self._open):
                 raise InvariantError(f"open reservations differ: {sorted(theirs ^ set(self._open))}")
         writers = {id(o.writer) for o in self._open.values()} | {id(j.writer) for j in self._transfer_jobs.values()}
-        if any(id(w) not in writers for w in self._writers.values()):
+        if any(id(w) not in writers for w in self._writers if w is not None):
             raise InvariantError("a slot is marked as being written by somebody who is gone")
 
     def _note_event(self, stored: bool, group: int, hashes: tuple[bytes, ...]) -> None:
