@@ -278,7 +278,7 @@ class RequestRunner:
         self.last_output = StepOutput()
         self.drop_output: Callable[[JobReport], bool] = lambda report: False
         """Which reports get lost between the worker and the scheduler half."""
-        self._checks = list(checks)
+        self.checks = list(checks)
         self._depth = 2 if async_scheduling else 1
         self._queue: deque[tuple[list[_Share], list[WorkerOutput]]] = deque()
         self._held: list[EngineRequest] = []
@@ -388,7 +388,7 @@ class RequestRunner:
         holders = [*self.running, *self.waiting, *self._held]
         self.pool.check(table for request in holders for table in request.block_ids)
         self.scheduler.check()
-        for check in self._checks:
+        for check in self.checks:
             check()
 
     def check_drained(self) -> None:
