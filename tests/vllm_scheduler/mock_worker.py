@@ -178,9 +178,8 @@ class MockWorker:
         self._accept(job for job in meta.store_jobs if job.after_compute)
         self._accept(meta.load_jobs)
         for transfer in self.transfers.values():
-            if not transfer.done and self.step >= transfer.not_before_step:
-                if self.rng.random() < self.dice.run_transfer:
-                    self._run(transfer)
+            if not transfer.done and self.rng.random() < self.dice.run_transfer:
+                self._run(transfer)
         for req_id in output.finished_req_ids:
             self.rows.pop(req_id, None)
         ids = list(output.num_scheduled_tokens)
