@@ -46,16 +46,12 @@ class OffloadingManager(ABC):
     def on_new_request(self, context: ReqContext) -> None:
         """A life begins. Called once, before any other call with this context."""
 
-    def lookup(
-        self, group: int, block_hash: bytes, context: ReqContext, *, now: float, since: float
-    ) -> Lookup:
+    def lookup(self, group: int, block_hash: bytes, context: ReqContext, *, now: float, since: float) -> Lookup:
         """What is known of one key."""
         return self.lookup_each(KeyRun(group, (block_hash,), 0, 1), context, now=now, since=since)[0]
 
     @abstractmethod
-    def lookup_prefix(
-        self, run: KeyRun, context: ReqContext, *, now: float, since: float
-    ) -> PrefixAnswer:
+    def lookup_prefix(self, run: KeyRun, context: ReqContext, *, now: float, since: float) -> PrefixAnswer:
         """How far ``run`` reaches from its start.
 
         Secondary tiers are asked for the part that host memory lacks, once per request and run start, and
@@ -64,9 +60,7 @@ class OffloadingManager(ABC):
         """
 
     @abstractmethod
-    def lookup_each(
-        self, run: KeyRun, context: ReqContext, *, now: float, since: float
-    ) -> Sequence[Lookup]:
+    def lookup_each(self, run: KeyRun, context: ReqContext, *, now: float, since: float) -> Sequence[Lookup]:
         """One answer per key of ``run``, for groups whose hit is a window instead of a prefix."""
 
     @abstractmethod
@@ -98,9 +92,7 @@ class OffloadingManager(ABC):
         """Reserve slots for the chunks of ``run`` that are wanted and not there; evicts for room if it must."""
 
     @abstractmethod
-    def complete_store(
-        self, reservation: Reservation, success: bool, *, now: float, released: bool = True
-    ) -> None:
+    def complete_store(self, reservation: Reservation, success: bool, *, now: float, released: bool = True) -> None:
         """Every rank has written the slots (success), or the store has failed. Exactly once per reservation.
 
         ``released`` False: somebody may still write the slots; they stay retired until ``release``.

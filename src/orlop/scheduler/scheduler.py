@@ -1,0 +1,638 @@
+"""OffloadingConnectorScheduler: the calls that an engine's scheduler makes, each a short recipe.
+
+In: the engine's hooks, with ``now`` read once per hook by the caller. Out: answers, and one step message per step.
+Never: a clock, a thread, a file, a wait; an exception for a request's sake (a surprise costs that request a
+recompute and raises a counter).
+
+Once per step, also when nothing is scheduled, ``build_connector_meta`` does the step's work: it keeps deadlines,
+notes which device blocks were handed out, plans the stores of lives that got blocks, and names the pending stores
+that must have read their blocks before this step writes. A running request in whose step nothing of that happens
+costs one entry of one flat pass over the engine's own ``new_block_ids``: a chunk can only have filled if the engine
+handed a block to the request since, so no token is counted anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from orlop.core import (
+    NO_SALT,
+    Blocks,
+    CacheEvent,
+    Geometry,
+    GroupTransfer,
+    OffloadingConnectorMetadata,
+    ReqContext,
+    Request,
+    Reservation,
+    SchedulerOutput,
+    TransferJob,
+    TransferKind,
+    WorkerOutput,
+)
+from orlop.errors import InvariantError
+from orlop.scheduler.fences import FenceTable
+from orlop.scheduler.prefix import Lookups, find_hit, needed_chunks
+from orlop.scheduler.request import Job, RequestState
+from orlop.scheduler.stores import PlannedStore, StorePlanner
+from orlop.tiering.base import OffloadingManager
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """What the scheduler half is told of engine and settings.
+
+    ``ranks``: workers that report each job. ``prefix_caching``: the device shares blocks between requests.
+    ``store_deadline_s``: a device store unreported for so long is settled as failed. ``max_chunks_per_step``: at
+    most so many chunks are offered for storing in one step; the rest follows in the next.
+    """
+
+    ranks: int = 1
+    offload_decode: bool = True
+    prefix_caching: bool = True
+    store_deadline_s: float = 30.0
+    promotion_wait_s: float = 5.0
+    max_chunks_per_step: int = 2048
+
+
+class OffloadingConnectorScheduler:
+    """The scheduler half of the connector. One per engine; all calls come from the engine's thread."""
+
+    def __init__(self, geometry: Geometry, manager: OffloadingManager, options: SchedulerOptions | None = None) -> None:
+        self.geometry = geometry
+        self.manager = manager
+        self.options = options or SchedulerOptions()
+        self.counters: Counter[str] = Counter()
+        self._planner = StorePlanner(geometry, manager, self.options.offload_decode)
+        self._live: dict[str, RequestState] = {}
+        self._req_status: dict[int, RequestState] = {}
+        """Every life that has not had its ``on_request_finished``, live or draining, by life number."""
+        self._jobs: dict[int, Job] = {}
+        """Unsettled jobs; what the drain waits for."""
+        self._overdue: dict[int, Job] = {}
+        """Stores settled as failed at their deadline whose last rank has still not reported."""
+        self._store_deadlines: deque[Job] = deque()
+        """Stores in the order of submission, which is that of their deadlines; settled ones fall out in front."""
+        self._fences = FenceTable(geometry.null_block_id)
+        self._chunks_being_loaded: list[dict[bytes, int]] = [{} for _ in geometry.groups]
+        self._owed: dict[int, RequestState] = {}
+        """Finished lives with a chunk that the next step may still store."""
+        self._unplanned: dict[int, RequestState] = {}
+        """Live ones to look at again next step: keys were late, or the step's budget ran out."""
+        self._current_batch_load_jobs: list[TransferJob] = []
+        self._current_batch_jobs_to_flush: set[int] = set()
+        self._current_batch_allocated_block_ids: set[int] = set()
+        self._current_batch_loads_to_fail: list[int] = []
+        self._next_life = 1
+        self._next_job = 1
+
+    @property
+    def _block_id_to_pending_jobs(self) -> Mapping[int, set[int]]:
+        return self._fences.pending
+
+    # --- a request's way ------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request, *, now: float) -> None:
+        """A request is added. Optional: the first hook that names a request begins its life as well."""
+        if request.request_id in self._live:
+            self._surprise("on_new_request for a live id")
+            self.request_finished(self._live[request.request_id].req, now=now)
+        self._begin_life(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int, *, now: float
+    ) -> tuple[int | None, bool]:
+        """How many tokens beyond ``num_computed_tokens`` can be loaded, and that the load is asynchronous.
+
+        ``(None, False)``: ask again in a later step. Asked again with nothing changed, it answers from memory.
+        """
+        state = self._life_of(request)
+        if state.asked_computed != num_computed_tokens or state.answer is None or self._is_stale(state, now):
+            state.asked_computed = num_computed_tokens
+            state.answer_hashes = len(request.block_hashes)
+            state.answer_version = self.manager.answer_version(state.context)
+            state.answer_until = math.inf
+            state.answer_load = None
+            state.answer = self._find_answer(state, num_computed_tokens, now)
+        return state.answer
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: Blocks, num_external_tokens: int, *, now: float
+    ) -> None:
+        """The engine has allocated ``blocks``; ``num_external_tokens`` of them are to be loaded."""
+        state = self._life_of(request)
+        state.forget_answer()
+        block_ids = blocks.get_block_ids()
+        self._take_blocks(state, block_ids, state.asked_computed)
+        if num_external_tokens > 0:
+            state.since = None
+            self._start_load(state, num_external_tokens, now)
+
+    def request_finished(self, request: Request, *, now: float) -> tuple[bool, None]:
+        """The request ends, for any reason; its blocks are freed right after. Never delays that."""
+        state = self._live.pop(request.request_id, None)
+        if state is None:
+            return False, None
+        state.req = request
+        state.finished = True
+        self._unplanned.pop(state.context.life, None)
+        self._note_final_tokens(state)
+        for job_id in state.transfer_jobs:
+            job = self._jobs[job_id]
+            if job.kind is TransferKind.STORE:
+                self._fences.raise_for(job, job.block_ids)
+        if self._planner.is_behind(state):
+            self._owed[state.context.life] = state
+        self._end_life_if_drained(state)
+        return False, None
+
+    # --- a step ----------------------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput, *, now: float) -> OffloadingConnectorMetadata:
+        """The step message. Once per step, also when nothing is scheduled."""
+        self._expire_stores(now)
+        self._note_preempted(scheduler_output.preempted_req_ids or ())
+        touched = self._note_scheduled(scheduler_output)
+        store_jobs = self._plan_owed(now) + self._plan_live(touched, now)
+        self._flush_claimed()
+        self.manager.on_schedule_end(now=now)
+        return self._take_message(store_jobs)
+
+    def update_connector_output(self, output: WorkerOutput, *, now: float) -> None:
+        """What ranks have completed or failed; may come late, repeated, or not at all."""
+        for report in output.reports:
+            job = self._jobs.get(report.job_id) or self._overdue.get(report.job_id)
+            if job is None or report.rank not in job.waiting:
+                self.counters["reports_ignored"] += 1
+                continue
+            job.waiting.discard(report.rank)
+            job.failed = job.failed or not report.ok
+            self.counters[f"{job.kind}_bytes"] += report.nbytes
+            if not job.waiting:
+                self._job_reported(job, now)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must keep stepping: some job is unsettled, or something is owed."""
+        return bool(self._jobs or self._owed or self._current_batch_loads_to_fail) or self.manager.has_pending_work()
+
+    # --- the whole ---------------------------------------------------------------------------------------
+
+    def reset_cache(self, generation: bytes, *, now: float) -> None:
+        """Nothing from before is served. ``generation``: 16 fresh random bytes. Nothing blocks."""
+        for state in [s for s in self._req_status.values() if s.finished]:
+            self._end_life(state)
+        self._owed.clear()
+        self.manager.reset_cache(generation, now=now)
+        for job in self._jobs.values():
+            job.life = None
+            job.failed = True
+            if job.kind is TransferKind.LOAD:
+                self._current_batch_loads_to_fail.append(job.job_id)
+            else:
+                self._fences.raise_for(job, job.block_ids)
+        for state in self._live.values():
+            state.transfer_jobs.clear()
+            state.forget_answer()
+            state.since = None
+            state.tainted = state.tainted or self._holds_computed(state)
+        self._unplanned.clear()
+        for table in self._chunks_being_loaded:
+            table.clear()
+
+    def take_events(self) -> Iterable[CacheEvent]:
+        """Events of the manager since the last call."""
+        return self.manager.take_events()
+
+    def get_stats(self) -> Mapping[str, float]:
+        """Counters of this half and of the manager; gauges of what is in flight."""
+        stats: dict[str, float] = dict(self.manager.get_stats())
+        stats.update(self.counters)
+        stats["jobs_in_flight"] = len(self._jobs)
+        stats["jobs_overdue"] = len(self._overdue)
+        stats["fenced_blocks"] = len(self._fences)
+        return stats
+
+    def shutdown(self, *, now: float) -> None:
+        """Unsettled device jobs fail, their keys are dropped; every life ends. The tiers are the caller's to drain."""
+        for job in list(self._jobs.values()):
+            self._settle(job, ok=False, released=False, now=now)
+        for state in list(self._req_status.values()):
+            self._live.pop(state.context.req_id, None)
+            state.finished = True
+            self._end_life(state)
+
+    # --- lives -------------------------------------------------------------------------------------------
+
+    def _life_of(self, request: Request) -> RequestState:
+        state = self._live.get(request.request_id)
+        if state is None:
+            return self._begin_life(request)
+        if state.req is not request:
+            state.req = request
+        return state
+
+    def _begin_life(self, request: Request) -> RequestState:
+        salt = getattr(request, "cache_salt", None)
+        digest = hashlib.blake2b(salt.encode(), digest_size=16).digest() if salt else NO_SALT
+        context = ReqContext(self._next_life, request.request_id, digest)
+        self._next_life += 1
+        state = RequestState(request, context, self.geometry)
+        self._live[request.request_id] = state
+        self._req_status[context.life] = state
+        self.manager.on_new_request(context)
+        return state
+
+    def _end_life_if_drained(self, state: RequestState) -> None:
+        if state.finished and not state.transfer_jobs and state.context.life not in self._owed:
+            self._end_life(state)
+
+    def _end_life(self, state: RequestState) -> None:
+        """The one place where a life ends: no call with its context follows."""
+        if self._req_status.pop(state.context.life, None) is not None:
+            self._owed.pop(state.context.life, None)
+            self._unplanned.pop(state.context.life, None)
+            self.manager.on_request_finished(state.context)
+
+    def _note_final_tokens(self, state: RequestState) -> None:
+        """What of a finished life is computed for good.
+
+        The KV of the last sampled token has never been computed. What steps in flight compute does not count
+        before they are reported, and what a load was to bring never does.
+        """
+        request = state.req
+        in_flight = getattr(request, "num_in_flight_tokens", 0)
+        tokens = min(request.num_computed_tokens - in_flight, request.num_tokens - 1)
+        if state.load_base is not None:
+            tokens = min(tokens, state.load_base)
+        state.tokens_before_step = state.tokens_filled = max(0, tokens)
+        state.learn_keys()
+
+    @staticmethod
+    def _holds_computed(state: RequestState) -> bool:
+        return state.req.num_computed_tokens > 0 or any(g.block_ids for g in state.groups)
+
+    # --- lookups -----------------------------------------------------------------------------------------
+
+    def _is_stale(self, state: RequestState, now: float) -> bool:
+        """Whether the cached answer may no longer be what a fresh lookup would give."""
+        assert state.answer is not None
+        if state.answer_load is not None:
+            return not self._is_wanted_load(state.answer_load)
+        if now >= state.answer_until or state.answer_hashes != len(state.req.block_hashes):
+            return True
+        came, went = self.manager.answer_version(state.context)
+        promises_tokens = bool(state.answer[0])
+        return came != state.answer_version[0] or (promises_tokens and went != state.answer_version[1])
+
+    def _find_answer(self, state: RequestState, on_device: int, now: float) -> tuple[int | None, bool]:
+        limit = self._load_limit(state, on_device)
+        if limit <= on_device:
+            return 0, False
+        state.learn_keys()
+        if state.since is None:
+            state.since = now
+            self.counters["queries"] += 1
+        context, since = state.context, state.since
+        lookups = Lookups(
+            lambda run: self.manager.lookup_prefix(run, context, now=now, since=since),
+            lambda run: self.manager.lookup_each(run, context, now=now, since=since),
+            window_until=since + self.options.promotion_wait_s,
+        )
+        hit = find_hit(self.geometry, state.groups, on_device, limit, lookups)
+        state.answer_until = hit.valid_until
+        if hit.hope_tokens > hit.ready_tokens:
+            self._want(state, on_device, hit.hope_tokens, now)
+            return None, False
+        if hit.ready_tokens <= on_device:
+            return 0, False
+        if self._is_being_loaded(state, on_device, hit.ready_tokens):
+            state.answer_load = state.waited_for_load
+            return None, False
+        return hit.ready_tokens - on_device, True
+
+    def _load_limit(self, state: RequestState, on_device: int) -> int:
+        """The most tokens a hit may reach: whole blocks, and the last token is always computed."""
+        request = state.req
+        if state.load_failed or getattr(request, "skip_reading_prefix_cache", False):
+            return 0
+        limit = request.num_tokens - 1
+        if state.max_load_tokens is not None:
+            limit = min(limit, on_device + state.max_load_tokens)
+        return limit - limit % self.geometry.hit_alignment
+
+    def _want(self, state: RequestState, on_device: int, tokens: int, now: float) -> None:
+        for spec, group in zip(self.geometry.groups, state.groups, strict=True):
+            first, stop = needed_chunks(self.geometry, spec, on_device, tokens)
+            self.manager.want(group.run(first, stop), state.context, now=now)
+
+    def _is_being_loaded(self, state: RequestState, on_device: int, tokens: int) -> bool:
+        """Whether another life is loading this prefix right now, so that the device will have it.
+
+        A life waits so at most once: whatever became of that load, it goes on in the next schedule.
+        """
+        if self.options.prefix_caching and state.waited_for_load is None:
+            state.waited_for_load = self._overlapping_load(state, on_device, tokens)
+        return self._is_wanted_load(state.waited_for_load)
+
+    def _overlapping_load(self, state: RequestState, on_device: int, tokens: int) -> int | None:
+        """The load that is bringing the first or the last chunk that this life would load."""
+        for spec, group, loading in zip(self.geometry.groups, state.groups, self._chunks_being_loaded, strict=True):
+            first, stop = needed_chunks(self.geometry, spec, on_device, tokens)
+            job_id = loading.get(group.hashes[first], loading.get(group.hashes[stop - 1]))
+            if self._is_wanted_load(job_id):
+                return job_id
+        return None
+
+    def _is_wanted_load(self, job_id: int | None) -> bool:
+        """Whether this load is in flight and its blocks will stay on the device: neither aborted nor reset."""
+        job = self._jobs.get(job_id) if job_id is not None else None
+        return job is not None and job.life is not None and not job.life.finished
+
+    # --- loads --------------------------------------------------------------------------------------------
+
+    def _start_load(self, state: RequestState, num_external_tokens: int, now: float) -> None:
+        on_device = state.asked_computed
+        tokens = on_device + num_external_tokens
+        transfers: list[GroupTransfer] = []
+        reservations: list[Reservation] = []
+        short = False
+        for spec, group in zip(self.geometry.groups, state.groups, strict=True):
+            first, stop = needed_chunks(self.geometry, spec, on_device, tokens)
+            stop = min(stop, len(group.hashes))
+            reservation = self.manager.prepare_load(group.run(first, stop), state.context, now=now)
+            transfer, complete = self._load_transfer(state, group.index, reservation, first, on_device, tokens)
+            reservations.append(reservation)
+            transfers.append(transfer)
+            short = short or not complete
+        if short:
+            self._surprise("fewer chunks readable than promised")
+        job = self._new_job(TransferKind.LOAD, state, tuple(reservations), transfers, math.inf)
+        for reservation, loading in zip(reservations, self._chunks_being_loaded, strict=True):
+            loading.update(dict.fromkeys(reservation.hashes, job.job_id))
+        state.load_base = on_device
+        self.counters["tokens_loaded"] += num_external_tokens
+        self._current_batch_load_jobs.append(
+            TransferJob(job.job_id, state.context.req_id, TransferKind.LOAD, tuple(transfers), doomed=short)
+        )
+
+    def _load_transfer(
+        self, state: RequestState, index: int, reservation: Reservation, first: int, on_device: int, tokens: int
+    ) -> tuple[GroupTransfer, bool]:
+        """The blocks to fill in one group, and whether every one of them has a slot."""
+        spec, group = self.geometry.groups[index], state.groups[index]
+        n = self.geometry.blocks_per_chunk
+        begin = on_device
+        if spec.sliding_window is not None:
+            begin = max(begin, tokens - spec.sliding_window + 1)
+        start = begin // spec.tokens_per_block
+        wanted = tokens // spec.tokens_per_block
+        stop = min(wanted, len(group.block_ids), (first + len(reservation.slots)) * n)
+        positions = np.arange(start, max(start, stop), dtype=np.int64)
+        block_ids = np.array(group.block_ids[start : max(start, stop)], dtype=np.int64)
+        real = block_ids != self.geometry.null_block_id
+        positions = positions[real]
+        slots = reservation.slots[positions // n - first]
+        return GroupTransfer(index, block_ids[real], slots, positions % n), stop == wanted
+
+    # --- jobs ----------------------------------------------------------------------------------------------
+
+    def _new_job(
+        self,
+        kind: TransferKind,
+        state: RequestState,
+        reservations: tuple[Reservation, ...],
+        transfers: Collection[GroupTransfer],
+        deadline: float,
+    ) -> Job:
+        block_ids = np.concatenate([t.block_ids for t in transfers])
+        job = Job(self._next_job, kind, state, reservations, self.options.ranks, deadline, block_ids)
+        self._next_job += 1
+        self._jobs[job.job_id] = job
+        state.transfer_jobs.add(job.job_id)
+        return job
+
+    def _job_reported(self, job: Job, now: float) -> None:
+        """Every rank has reported."""
+        if self._overdue.pop(job.job_id, None) is not None:
+            for reservation in job.reservations:
+                self.manager.release(reservation)
+            self._fences.lower(job)
+            return
+        self._settle(job, ok=not job.failed, released=True, now=now)
+        self._fences.lower(job)
+
+    def _settle(self, job: Job, ok: bool, released: bool, now: float) -> None:
+        """The job is over for everybody who waited for it."""
+        del self._jobs[job.job_id]
+        if not ok:
+            self.counters[f"{job.kind}_jobs_failed"] += 1
+        if job.kind is TransferKind.STORE:
+            for reservation in job.reservations:
+                self.manager.complete_store(reservation, ok, now=now, released=released)
+            if not released:
+                self._overdue[job.job_id] = job
+        else:
+            self._settle_load(job, ok, now)
+        state = job.life
+        if state is not None:
+            state.transfer_jobs.discard(job.job_id)
+            self._end_life_if_drained(state)
+
+    def _settle_load(self, job: Job, ok: bool, now: float) -> None:
+        for reservation in job.reservations:
+            self.manager.complete_load(reservation, now=now)
+            loading = self._chunks_being_loaded[reservation.group]
+            for block_hash in reservation.hashes:
+                if loading.get(block_hash) == job.job_id:
+                    del loading[block_hash]
+        if job.life is not None:
+            if ok:
+                job.life.load_base = None
+            else:
+                job.life.load_failed = True
+
+    def _expire_stores(self, now: float) -> None:
+        """Settle the stores whose report is missing at their deadline."""
+        while self._store_deadlines:
+            job = self._store_deadlines[0]
+            if job.job_id in self._jobs:
+                if job.deadline > now:
+                    return
+                self.counters["store_deadlines_passed"] += 1
+                self._fences.raise_for(job, job.block_ids)
+                self._settle(job, ok=False, released=False, now=now)
+            self._store_deadlines.popleft()
+
+    # --- the step's recipe, line by line ------------------------------------------------------------------------
+
+    def _note_preempted(self, req_ids: Collection[str]) -> None:
+        """Preempted requests lose their blocks in this step: their pending stores go first."""
+        for req_id in req_ids:
+            state = self._live.get(req_id)
+            if state is not None:
+                self._current_batch_jobs_to_flush |= {
+                    j for j in state.transfer_jobs if self._jobs[j].kind is TransferKind.STORE
+                }
+                state.rewind()
+                self._unplanned.pop(state.context.life, None)
+
+    def _note_scheduled(self, output: SchedulerOutput) -> list[RequestState]:
+        """Take over the blocks handed out; the lives that got some."""
+        scheduled = output.num_scheduled_tokens
+        touched: list[RequestState] = []
+        for new in output.scheduled_new_reqs:
+            state = self._live.get(new.req_id)
+            if state is not None:
+                self._take_blocks(state, new.block_ids, new.num_computed_tokens)
+                self._note_tokens(state, new.num_computed_tokens, scheduled.get(new.req_id, 0))
+                touched.append(state)
+        cached = output.scheduled_cached_reqs
+        for i, block_ids in enumerate(cached.new_block_ids):
+            if block_ids is None:
+                continue
+            req_id = cached.req_ids[i]
+            state = self._live.get(req_id)
+            if state is None:
+                continue
+            computed = cached.num_computed_tokens[i]
+            if req_id in cached.resumed_req_ids:
+                self._take_blocks(state, block_ids, computed)
+            else:
+                self._add_blocks(state, block_ids)
+            self._note_tokens(state, computed, scheduled.get(req_id, 0))
+            touched.append(state)
+        return touched
+
+    def _take_blocks(self, state: RequestState, block_ids: tuple[list[int], ...], computed: int) -> None:
+        """``block_ids`` are all blocks of the life; those beyond ``computed`` tokens are handed out in this step."""
+        handed_out = self._current_batch_allocated_block_ids
+        for spec, group, ids in zip(self.geometry.groups, state.groups, block_ids, strict=True):
+            group.block_ids = list(ids)
+            handed_out.update(ids[computed // spec.tokens_per_block :])
+
+    def _add_blocks(self, state: RequestState, block_ids: tuple[list[int], ...]) -> None:
+        for group, ids in zip(state.groups, block_ids, strict=True):
+            group.block_ids.extend(ids)
+            self._current_batch_allocated_block_ids.update(ids)
+
+    def _note_tokens(self, state: RequestState, computed: int, scheduled: int) -> None:
+        self.counters["states_touched"] += 1
+        state.load_base = None
+        state.forget_answer()
+        state.since = None
+        state.waited_for_load = None
+        state.tokens_before_step = computed
+        state.tokens_filled = computed + scheduled
+        if computed == 0:
+            state.tainted = False
+
+    def _plan_owed(self, now: float) -> list[TransferJob]:
+        """Last chunks of finished lives. Their blocks are free: what is handed out now is read first."""
+        jobs: list[TransferJob] = []
+        for state in list(self._owed.values()):
+            del self._owed[state.context.life]
+            planned = self._planner.plan(state, self.options.max_chunks_per_step, now)
+            if planned:
+                jobs.append(self._store_job(state, planned, now))
+            else:
+                self._end_life_if_drained(state)
+        return jobs
+
+    def _plan_live(self, touched: Collection[RequestState], now: float) -> list[TransferJob]:
+        budget = self.options.max_chunks_per_step
+        jobs: list[TransferJob] = []
+        late = [s for s in self._unplanned.values() if s not in touched]
+        self._unplanned = {}
+        for state in late:
+            state.tokens_before_step = state.tokens_filled
+        for state in [*late, *touched]:
+            state.learn_keys()
+            planned = self._planner.plan(state, budget, now) if budget > 0 else []
+            if planned:
+                budget -= sum(len(p.reservation.chunks) for p in planned)
+                jobs.append(self._store_job(state, planned, now))
+            if (budget <= 0 and self._planner.is_behind(state)) or self._planner.lacks_keys(state):
+                self._unplanned[state.context.life] = state
+        return jobs
+
+    def _store_job(self, state: RequestState, planned: Collection[PlannedStore], now: float) -> TransferJob:
+        transfers = tuple(p.transfer for p in planned)
+        reservations = tuple(p.reservation for p in planned)
+        job = self._new_job(TransferKind.STORE, state, reservations, transfers, now + self.options.store_deadline_s)
+        self._store_deadlines.append(job)
+        for transfer in transfers:
+            if state.finished or self.geometry.groups[transfer.group].sliding_window is not None:
+                self._fences.raise_for(job, transfer.block_ids)
+        after_compute = not state.finished and any(p.after_compute for p in planned)
+        return TransferJob(job.job_id, state.context.req_id, TransferKind.STORE, transfers, after_compute=after_compute)
+
+    def _flush_claimed(self) -> None:
+        """Pending stores whose blocks this step may write must be read first; then they guard nothing more."""
+        flush = self._current_batch_jobs_to_flush
+        flush.update(self._fences.claim(self._current_batch_allocated_block_ids))
+        for job_id in flush:
+            job = self._jobs.get(job_id) or self._overdue.get(job_id)
+            if job is not None:
+                self._fences.lower(job)
+
+    def _take_message(self, store_jobs: list[TransferJob]) -> OffloadingConnectorMetadata:
+        message = OffloadingConnectorMetadata(
+            tuple(self._current_batch_load_jobs),
+            tuple(store_jobs),
+            tuple(sorted(self._current_batch_jobs_to_flush)),
+            tuple(self._current_batch_loads_to_fail),
+        )
+        self._current_batch_load_jobs = []
+        self._current_batch_jobs_to_flush = set()
+        self._current_batch_allocated_block_ids = set()
+        self._current_batch_loads_to_fail = []
+        return message
+
+    def _surprise(self, what: str) -> None:
+        self.counters["surprises"] += 1
+        self.counters[f"surprise: {what}"] += 1
+
+    # --- the books --------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Recount from nothing; ``InvariantError`` where the books do not add up."""
+        for life, state in self._req_status.items():
+            _require(state.context.life == life, f"life {life} stands under a foreign number")
+            in_flight = bool(state.transfer_jobs) or life in self._owed
+            _require(not state.finished or in_flight, f"life {life} has ended with nothing in flight and is still here")
+            _require(state.finished or self._live.get(state.context.req_id) is state, f"life {life} is lost")
+            for job_id in state.transfer_jobs:
+                job = self._jobs.get(job_id)
+                _require(job is not None and job.life is state, f"life {life} counts job {job_id} of another")
+        for job_id, job in self._jobs.items():
+            _require(bool(job.waiting), f"job {job_id} waits for no rank and is unsettled")
+            life_ok = job.life is None or job_id in job.life.transfer_jobs
+            _require(life_ok, f"job {job_id} is not counted by its life")
+        fenced: dict[int, set[int]] = {}
+        for job in [*self._jobs.values(), *self._overdue.values()]:
+            for block_id in job.fenced:
+                fenced.setdefault(block_id, set()).add(job.job_id)
+        _require(fenced == self._fences.pending, "the fence table does not equal the fences of the jobs")
+        for table in self._chunks_being_loaded:
+            for job_id in table.values():
+                job = self._jobs.get(job_id)
+                _require(job is not None and job.kind is TransferKind.LOAD, f"load {job_id} is over and still listed")
+        for owed in (self._owed, self._unplanned):
+            _require(all(life in self._req_status for life in owed), "a gone life is still owed a store")
+        _require(all(s.finished for s in self._owed.values()), "a live request is owed a last chunk")
+
+    def open_reservations(self) -> list[Reservation]:
+        """Reservations that this half will still complete or release; for the manager's own check."""
+        jobs = [*self._jobs.values(), *self._overdue.values()]
+        return [r for job in jobs for r in job.reservations]
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise InvariantError(what)

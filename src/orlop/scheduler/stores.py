@@ -1,0 +1,121 @@
+"""Which chunks this step stores.
+
+In: one life, how many of its tokens are (or will be, by this step) computed, and the manager. Out: reservations with
+the device blocks to copy, and whether this step's forward computes some of their bytes. Never: a fence, a job id.
+
+A chunk is stored when its last token is computed, its blocks are known, and the engine has hashed it::
+
+    tokens     0 . . . . . . . . . . . . . . . . . . . .
+    computed   =======================>                     bytes on the device
+    hashed     ================>                            keys (late with asynchronous scheduling)
+    chunks     |  0  |  1  |  2  |  3  |
+                           ^ cursor: offered up to here     offers: [cursor, min of the above)
+
+The cursor stops at the first chunk that was declined for want of room or that somebody else is writing; from there on
+chunks are offered again when the life is next looked at, so that no hole stays and no chunk is lost with another
+request's failed store.
+
+In sliding-window groups, blocks that lie wholly behind the window may hold other tokens by now. Their chunks are
+passed over for good.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from orlop.core import Geometry, GroupTransfer, Int64Array, Reservation
+from orlop.scheduler.request import GroupState, RequestState
+from orlop.tiering.base import OffloadingManager
+
+
+class PlannedStore(NamedTuple):
+    """One reservation and the blocks that fill it."""
+
+    reservation: Reservation
+    transfer: GroupTransfer
+    after_compute: bool
+
+
+class StorePlanner:
+    """Plans stores for one life at a time, within a budget of chunks per step."""
+
+    def __init__(self, geometry: Geometry, manager: OffloadingManager, offload_decode: bool) -> None:
+        self._geometry = geometry
+        self._manager = manager
+        self._offload_decode = offload_decode
+
+    def storable_chunks(self, state: RequestState, group: GroupState) -> int:
+        """Chunks of the life that are filled, keyed, allocated and allowed to be stored."""
+        tokens = min(state.tokens_filled, self.token_limit(state))
+        per_chunk = self._geometry.chunk_tokens(group.index)
+        return min(tokens // per_chunk, len(group.hashes), len(group.block_ids) // self._geometry.blocks_per_chunk)
+
+    def token_limit(self, state: RequestState) -> int:
+        """Tokens beyond which this request asks not to be stored."""
+        limit = state.tokens_filled if self._offload_decode else state.req.num_prompt_tokens
+        if state.max_offload_tokens is not None:
+            limit = min(limit, state.max_offload_tokens)
+        return limit
+
+    def lacks_keys(self, state: RequestState) -> bool:
+        """Whether a chunk is computed whose key the engine has not made yet."""
+        tokens = min(state.tokens_filled, self.token_limit(state))
+        return any(tokens // self._geometry.chunk_tokens(g.index) > len(g.hashes) for g in state.groups)
+
+    def is_behind(self, state: RequestState) -> bool:
+        """Whether some chunk of the life is storable and not settled."""
+        return not state.tainted and any(g.cursor < self.storable_chunks(state, g) for g in state.groups)
+
+    def plan(self, state: RequestState, budget: int, now: float) -> list[PlannedStore]:
+        """Offer what is storable, at most ``budget`` chunks; moves the cursors."""
+        planned: list[PlannedStore] = []
+        if state.tainted:
+            return planned
+        for spec, group in zip(self._geometry.groups, state.groups, strict=True):
+            storable = self.storable_chunks(state, group)
+            if spec.sliding_window is not None and group.cursor < storable:
+                group.cursor = self._first_in_window(state, group, spec.sliding_window, storable)
+            stop = min(storable, group.cursor + budget)
+            if group.cursor >= stop:
+                continue
+            plan = self._manager.prepare_store(group.run(group.cursor, stop), state.context, now=now)
+            group.cursor = plan.settled
+            if plan.reservation is not None:
+                budget -= len(plan.reservation.chunks)
+                planned.append(self._planned(state, group, plan.reservation))
+        return planned
+
+    def _first_in_window(self, state: RequestState, group: GroupState, window: int, stop: int) -> int:
+        """The first chunk all of whose blocks still hold this life's tokens when the step begins.
+
+        Blocks wholly behind the window of the step's first token may hold other tokens by now, and a
+        placeholder in the block table holds none.
+        """
+        n = self._geometry.blocks_per_chunk
+        tokens_per_block = self._geometry.groups[group.index].tokens_per_block
+        first_block = max(0, state.tokens_before_step - window + 1) // tokens_per_block
+        first = max(group.cursor, -(-first_block // n))
+        positions = range(min(stop * n, len(group.block_ids)) - 1, first * n - 1, -1)
+        last_null = next((p for p in positions if group.block_ids[p] == self._geometry.null_block_id), None)
+        return first if last_null is None else last_null // n + 1
+
+    def _planned(self, state: RequestState, group: GroupState, reservation: Reservation) -> PlannedStore:
+        n = self._geometry.blocks_per_chunk
+        positions = (reservation.chunks[:, None] * n + np.arange(n)).ravel()
+        transfer = GroupTransfer(
+            group.index,
+            _gather(group.block_ids, positions),
+            np.repeat(reservation.slots, n),
+            np.tile(np.arange(n), len(reservation.chunks)),
+        )
+        last_token = (int(reservation.chunks[-1]) + 1) * self._geometry.chunk_tokens(group.index)
+        return PlannedStore(reservation, transfer, after_compute=last_token > state.tokens_before_step)
+
+
+def _gather(block_ids: list[int], positions: Int64Array) -> Int64Array:
+    """``block_ids`` at ``positions`` (ascending), converting only the stretch of the list that they span."""
+    first = int(positions[0])
+    stretch = np.array(block_ids[first : int(positions[-1]) + 1], dtype=np.int64)
+    return stretch[positions - first]
