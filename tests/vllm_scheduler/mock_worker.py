@@ -90,7 +90,8 @@ class Transfer:
 
     job: TransferJob
     epoch: int
-    life: int
+    fresh_from: int
+    """The epoch before which what it stores must not have been computed."""
     not_before_step: int = 0
     done: bool = False
     ok: bool = True
@@ -138,8 +139,10 @@ class MockWorker:
         """Key that each slot was last reserved for, as told by the watched manager."""
         self.known: dict[bytes, tuple[Prefix, int]] = {}
         """Engine hash -> text and the position at which it ends."""
-        self.lives: dict[str, tuple[int, int]] = {}
-        """Request id -> number of its present life and the epoch in which it began."""
+        self.lives: dict[str, int] = {}
+        """Request id -> number of its present life."""
+        self.holding: dict[tuple[str, int], int] = {}
+        """Lives that held KV when an epoch began, until they start again from nothing -> that epoch."""
         self.epoch = 0
         self.valid_from = 0
         """Cells of an earlier epoch must not be read any more."""
@@ -151,7 +154,7 @@ class MockWorker:
     # --- what the walk tells us ----------------------------------------------------------------
 
     def begin_life(self, req_id: str) -> None:
-        self.lives[req_id] = (self.lives.get(req_id, (0, 0))[0] + 1, self.epoch)
+        self.lives[req_id] = self.lives.get(req_id, 0) + 1
 
     def learn_hashes(self, text: Prefix, hashes: Sequence[bytes], known: int) -> int:
         """Remember what the hashes from index ``known`` on stand for; the new count."""
@@ -159,9 +162,10 @@ class MockWorker:
             self.known.setdefault(hashes[i], (text, (i + 1) * BLOCK_TOKENS))
         return len(hashes)
 
-    def begin_epoch(self, *, all_void: bool) -> None:
-        """The caches were reset; ``all_void``: the device's too, and no request keeps a block."""
+    def begin_epoch(self, *, holding: Iterable[str], all_void: bool) -> None:
+        """The caches were reset while ``holding`` kept KV; ``all_void``: the device's too, and nobody keeps any."""
         self.epoch += 1
+        self.holding.update(dict.fromkeys(((r, self.lives[r]) for r in holding), self.epoch))
         if all_void:
             self.valid_from = self.epoch
 
@@ -192,7 +196,8 @@ class MockWorker:
     def _accept(self, jobs: Iterable[TransferJob]) -> None:
         for job in jobs:
             assert job.job_id not in self.transfers, f"job {job.job_id} was sent twice"
-            self.transfers[job.job_id] = Transfer(job, self.epoch, self.lives[job.req_id][0])
+            fresh_from = max(self.valid_from, self.holding.get((job.req_id, self.lives[job.req_id]), 0))
+            self.transfers[job.job_id] = Transfer(job, self.epoch, fresh_from)
             self.seen.add(f"{job.kind}s")
             self.seen.add("doomed", job.doomed)
 
@@ -240,6 +245,8 @@ class MockWorker:
         """Check all cells that attention reads, write the new ones; the sampled token, if any."""
         row = self.rows[req_id]
         stop = start + count
+        if start == 0:
+            self.holding.pop((req_id, self.lives[req_id]), None)
         assert stop <= len(row.text), f"{req_id}: {stop} tokens scheduled, {len(row.text)} known"
         for group, table in enumerate(row.tables):
             self.check_cells(req_id, row.text, group, table, start)
@@ -303,11 +310,9 @@ class MockWorker:
             )
             self.host[slot, offset] = self.device[block]
             self.host_epoch[slot] = transfer.epoch
-            life, born = self.lives[transfer.job.req_id]
-            if life == transfer.life and born < transfer.epoch:
-                assert (self.device_epoch[block] >= transfer.epoch).all(), (
-                    f"step {self.step}: {transfer.job.req_id} stored KV that was computed before the reset"
-                )
+            assert (self.device_epoch[block] >= transfer.fresh_from).all(), (
+                f"step {self.step}: {transfer.job.req_id} stored KV that was computed before the reset"
+            )
 
     def _copy_in(self, transfer: Transfer, part: GroupTransfer, fails: bool) -> None:
         assert 0 not in part.block_ids, f"job {transfer.job.job_id} loads into the null block"
@@ -335,14 +340,8 @@ class MockWorker:
         return text.cells(group, start, start + BLOCK_TOKENS)
 
     def slots_in_use(self) -> Mapping[int, TransferJob]:
-        """Slots that a job may still touch, because its bytes have not moved yet."""
-        return {
-            int(slot): t.job
-            for t in self.transfers.values()
-            if not t.done
-            for part in t.job.transfers
-            for slot in part.slots
-        }
+        """Slots of jobs that have not been reported."""
+        return {int(s): t.job for t in self.transfers.values() for part in t.job.transfers for s in part.slots}
 
     # --- reports ------------------------------------------------------------------------------------------
 

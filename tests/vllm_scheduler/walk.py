@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from adapter import VOCABULARY, EngineSizes, Joined, build_scheduler, make_reque
 from mock_worker import Dice, MockWorker, Prefix, Sightings, answer, windows_of
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+
+from orlop.scheduler.scheduler import OffloadingConnectorScheduler
 
 SETTLE_STEPS = 3000
 
@@ -53,7 +55,7 @@ class Living:
 class Walk:
     """Adds, aborts, resets and steps, checking everything after every step."""
 
-    def __init__(self, plan: Plan, seed: int, folder: Path, make_half: Callable[[Walk], Any]) -> None:
+    def __init__(self, plan: Plan, seed: int, folder: Path, manager: Any) -> None:
         self.plan, self.rng = plan, random.Random(seed)
         self.now = 1000.0
         self.worker = MockWorker(
@@ -64,7 +66,9 @@ class Walk:
             rng=random.Random(seed + 1),
             dice=plan.dice,
         )
-        self.half = make_half(self)
+        self.manager = manager
+        manager.watch(self.worker)
+        self.half = OffloadingConnectorScheduler(plan.sizes.geometry(plan.blocks_per_chunk), manager)
         joined = Joined(self.half, lambda: self.now, lambda: self.rng.randbytes(16))
         self.scheduler = build_scheduler(plan.sizes, joined, folder)
         self.seen: Sightings = self.worker.seen
@@ -122,7 +126,8 @@ class Walk:
         if self.rng.random() < self.plan.abort:
             self._abort()
         if self.rng.random() < self.plan.soft_reset:
-            self.worker.begin_epoch(all_void=False)
+            holding = [r for r, living in self.living.items() if living.request.num_computed_tokens]
+            self.worker.begin_epoch(holding=holding, all_void=False)
             self.scheduler.reset_prefix_cache(reset_connector=True)
             self.seen.add("soft_resets")
         if self.rng.random() < self.plan.hard_reset:
@@ -171,7 +176,7 @@ class Walk:
             return
         if self.scheduler.kv_holding_waiting:
             return
-        self.worker.begin_epoch(all_void=True)
+        self.worker.begin_epoch(holding=(), all_void=True)
         assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         self.seen.add("hard_resets")
 
@@ -202,6 +207,7 @@ class Walk:
 
     def _check_books(self) -> None:
         self.half.check()
+        self.manager.check(self.half.open_reservations())
 
     def _settle(self) -> None:
         for _ in range(SETTLE_STEPS):
@@ -217,6 +223,8 @@ class Walk:
         pool = self.scheduler.kv_cache_manager.block_pool
         assert sum(self.ended.values()) == self.added
         assert not self.scheduler.requests
+        assert self.manager.ended == self.manager.lives, "some life has had no on_request_finished"
+        assert not self.half.open_reservations()
         assert not self.scheduler.deferred_frees
         assert pool.get_num_free_blocks() == self.plan.sizes.blocks - 1
         self._check_books()

@@ -160,7 +160,7 @@ class OffloadingConnectorScheduler:
         self._note_preempted(scheduler_output.preempted_req_ids or ())
         touched = self._note_scheduled(scheduler_output)
         store_jobs = self._plan_owed(now) + self._plan_live(touched, now)
-        self._flush_claimed()
+        self._flush_claimed(store_jobs)
         self.manager.on_schedule_end(now=now)
         return self._take_message(store_jobs)
 
@@ -572,10 +572,15 @@ class OffloadingConnectorScheduler:
         after_compute = not state.finished and any(p.after_compute for p in planned)
         return TransferJob(job.job_id, state.context.req_id, TransferKind.STORE, transfers, after_compute=after_compute)
 
-    def _flush_claimed(self) -> None:
-        """Pending stores whose blocks this step may write must be read first; then they guard nothing more."""
+    def _flush_claimed(self, store_jobs: Collection[TransferJob]) -> None:
+        """Pending stores whose blocks this step may write must be read first; then they guard nothing more.
+
+        What this step's own forward computes is read after it: those blocks were handed out to be filled, by the
+        very request that stores them.
+        """
         flush = self._current_batch_jobs_to_flush
-        flush.update(self._fences.claim(self._current_batch_allocated_block_ids))
+        coming = {job.job_id for job in store_jobs if job.after_compute}
+        flush.update(self._fences.claim(self._current_batch_allocated_block_ids) - coming)
         for job_id in flush:
             job = self._jobs.get(job_id) or self._overdue.get(job_id)
             if job is not None:
