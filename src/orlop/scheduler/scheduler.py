@@ -569,7 +569,9 @@ class OffloadingConnectorScheduler:
         for transfer in transfers:
             if state.finished or self.geometry.groups[transfer.group].sliding_window is not None:
                 self._fences.raise_for(job, transfer.block_ids)
-        after_compute = not state.finished and any(p.after_compute for p in planned)
+        # A prefix hit may be on blocks that another request fills in this very step.
+        filled_now = not self._current_batch_allocated_block_ids.isdisjoint(job.block_ids.tolist())
+        after_compute = not state.finished and (filled_now or any(p.after_compute for p in planned))
         return TransferJob(job.job_id, state.context.req_id, TransferKind.STORE, transfers, after_compute=after_compute)
 
     def _flush_claimed(self, store_jobs: Collection[TransferJob]) -> None:
