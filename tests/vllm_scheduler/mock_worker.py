@@ -67,7 +67,7 @@ def answer(prompt: Sequence[int], count: int) -> list[int]:
 class Dice:
     """How often things happen per step and transfer; all chances in 0 .. 1."""
 
-    run_transfer: float = 0.5
+    run_transfer: float = 0.35
     report: float = 0.7
     fail_store: float = 0.05
     fail_load: float = 0.08

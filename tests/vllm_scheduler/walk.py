@@ -72,7 +72,7 @@ class Walk:
         joined = Joined(self.half, lambda: self.now, lambda: self.rng.randbytes(16))
         self.scheduler = build_scheduler(plan.sizes, joined, folder)
         self.seen: Sightings = self.worker.seen
-        self.documents = [self._tokens(400) for _ in range(4)]
+        self.documents = [self.tokens(400) for _ in range(4)]
         self.living: dict[str, Living] = {}
         self.late: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self.added = 0
@@ -85,6 +85,10 @@ class Walk:
         while self.added < self.plan.requests or self.living:
             self._stir()
             self.step()
+        return self.finish()
+
+    def finish(self) -> Sightings:
+        """Step until every request has ended, the engine has nothing left, and every book is empty."""
         self._settle()
         self._check_nothing_is_left()
         return self.seen
@@ -125,7 +129,7 @@ class Walk:
                 self._add()
         if self.rng.random() < self.plan.abort:
             self._abort()
-        if self.rng.random() < self.plan.soft_reset:
+        if self.rng.random() < self.plan.soft_reset * (5 if self._loading() else 1):
             holding = [r for r, living in self.living.items() if living.request.num_computed_tokens]
             self.worker.begin_epoch(holding=holding, all_void=False)
             self.scheduler.reset_prefix_cache(reset_connector=True)
@@ -133,14 +137,19 @@ class Walk:
         if self.rng.random() < self.plan.hard_reset:
             self._hard_reset()
 
-    def _tokens(self, count: int) -> list[int]:
+    def tokens(self, count: int) -> list[int]:
+        """Tokens that nobody has seen before."""
         return [self.rng.randrange(VOCABULARY) for _ in range(count)]
 
     def _add(self) -> None:
         document = self.rng.choice(self.documents)
         shared = document[: self.rng.choice((0, 16, 33, 64, 128, 200, 256, 320, 400))]
-        prompt = shared + self._tokens(self.rng.choice((1, 5, 16, 40)))
-        request = make_request(self._free_id(), prompt, self.rng.choice((1, 2, 10, 20, 40)))
+        prompt = shared + self.tokens(self.rng.choice((1, 5, 16, 40)))
+        self.add(self._free_id(), prompt, self.rng.choice((1, 2, 10, 20, 40)))
+
+    def add(self, req_id: str, prompt: list[int], output_tokens: int) -> None:
+        """One request joins; it ends after ``output_tokens`` tokens."""
+        request = make_request(req_id, prompt, output_tokens)
         self.added += 1
         living = Living(request, prompt, request.max_tokens, Prefix(prompt))
         self.living[request.request_id] = living
@@ -160,11 +169,16 @@ class Walk:
     def _abort(self) -> None:
         if not self.living:
             return
-        req_id = self.rng.choice(list(self.living))
+        loading = self._loading()
+        req_id = self.rng.choice(loading if loading and self.rng.random() < 0.5 else list(self.living))
         status = self.living[req_id].request.status
         self.seen.add(f"aborted_{status.name.lower()}")
         self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
         self._end(req_id)
+
+    def _loading(self) -> list[str]:
+        waits = RequestStatus.WAITING_FOR_REMOTE_KVS
+        return [r for r, living in self.living.items() if living.request.status is waits]
 
     def _hard_reset(self) -> None:
         """As after new weights: outputs processed, everybody preempted, nothing from before may be read."""
@@ -224,6 +238,7 @@ class Walk:
     def _check_nothing_is_left(self) -> None:
         pool = self.scheduler.kv_cache_manager.block_pool
         assert sum(self.ended.values()) == self.added
+        assert not self.living
         assert not self.scheduler.requests
         assert self.manager.ended == self.manager.lives, "some life has had no on_request_finished"
         assert not self.half.open_reservations()
