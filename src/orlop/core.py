@@ -313,7 +313,8 @@ class Reservation:
     """Slots that a device transfer may touch, from prepare to complete.
 
     Compared by identity and given back exactly once, so a release needs no key. ``chunks`` are the
-    absolute chunk indexes in the request, ``slots`` the slots in the same order.
+    absolute chunk indexes in the request, ``slots`` the slots in the same order. ``origins``: of a load, how
+    many of its chunks each secondary tier brought up for it, by the tier's name.
     """
 
     number: int
@@ -323,6 +324,7 @@ class Reservation:
     hashes: tuple[bytes, ...]
     chunks: Int64Array
     slots: Int64Array
+    origins: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

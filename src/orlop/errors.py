@@ -32,8 +32,20 @@ class StoreError(OrlopError):
     """A chunk store failed as a whole. For requests: the job's keys are misses; the breaker counts it."""
 
 
+class CopyError(OrlopError):
+    """A copy between device and host memory was refused or failed. For requests: a load's tokens are computed,
+    a store's keys are dropped."""
+
+
 class EnvelopeError(OrlopError):
-    """Bytes at rest do not verify. For requests: a miss for that chunk alone; the chunk is removed."""
+    """Bytes at rest do not verify. For requests: a miss for that chunk alone; the chunk is removed.
+
+    ``reason`` is one of ``tiering.envelope.Reason``.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class TraceError(OrlopError):

@@ -10,7 +10,7 @@ table; at (3) ``claim`` names the job, and the worker reads the block before R2'
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from orlop.core import Int64Array
 from orlop.scheduler.request import Job
@@ -43,9 +43,9 @@ class FenceTable:
                 del self.pending[block_id]
         job.fenced = ()
 
-    def claim(self, handed_out: Collection[int]) -> set[int]:
+    def claim(self, handed_out: Collection[int]) -> Iterable[int]:
         """Ids of the jobs that stand under any of these blocks."""
         if not self.pending:
-            return set()
+            return ()
         hit = self.pending.keys() & handed_out
         return {job_id for block_id in hit for job_id in self.pending[block_id]}

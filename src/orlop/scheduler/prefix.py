@@ -42,8 +42,10 @@ class Lookups(NamedTuple):
 
     prefix: Callable[[KeyRun], PrefixAnswer]
     each: Callable[[KeyRun], Sequence[Lookup]]
-    window_until: float
-    """Until when answers of ``each`` that are neither HIT nor MISS may stand."""
+    retry_until: float
+    """Until when a RETRY of ``each`` may stand."""
+    pending_until: float
+    """Until when a HIT_PENDING of ``each`` may stand."""
 
 
 def needed_chunks(geometry: Geometry, group: KVGroup, on_device: int, tokens: int) -> tuple[int, int]:
@@ -120,11 +122,13 @@ class _WindowSearch:
         self._lookups = lookups
         self._chunk_tokens = geometry.chunk_tokens(spec.index)
         self._known: dict[int, Lookup] = {}
-        self._waits = False
 
     @property
     def valid_until(self) -> float:
-        return self._lookups.window_until if self._waits else math.inf
+        answers = self._known.values()
+        if Lookup.RETRY in answers:
+            return self._lookups.retry_until
+        return self._lookups.pending_until if Lookup.HIT_PENDING in answers else math.inf
 
     def largest(self, tokens: int, hopeful: bool) -> int:
         """The largest multiple of the hit alignment, at most ``tokens``, that this group can serve."""
@@ -146,5 +150,4 @@ class _WindowSearch:
             start = max(lowest, chunk + 1 - max(needed, SCAN_CHUNKS))
             answers = self._lookups.each(self._state.run(start, chunk + 1))
             self._known.update(zip(range(start, chunk + 1), answers, strict=True))
-            self._waits = self._waits or any(Lookup.MISS < a < Lookup.HIT for a in answers)
         return self._known[chunk]

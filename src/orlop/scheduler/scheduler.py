@@ -49,7 +49,8 @@ class SchedulerOptions:
     """What the scheduler half is told of engine and settings.
 
     ``ranks``: workers that report each job. ``prefix_caching``: the device shares blocks between requests.
-    ``store_deadline_s``: a device store unreported for so long is settled as failed. ``max_chunks_per_step``: at
+    ``store_deadline_s``: a device store unreported for so long is settled as failed. ``lookup_wait_s`` and
+    ``promotion_wait_s`` are the manager's limits, at which its answers may change. ``max_chunks_per_step``: at
     most so many chunks are offered for storing in one step; the rest follows in the next.
     """
 
@@ -57,6 +58,7 @@ class SchedulerOptions:
     offload_decode: bool = True
     prefix_caching: bool = True
     store_deadline_s: float = 30.0
+    lookup_wait_s: float = 0.2
     promotion_wait_s: float = 5.0
     max_chunks_per_step: int = 2048
 
@@ -159,8 +161,9 @@ class OffloadingConnectorScheduler:
         self._expire_stores(now)
         self._note_preempted(scheduler_output.preempted_req_ids or ())
         touched = self._note_scheduled(scheduler_output)
-        store_jobs = self._plan_owed(now) + self._plan_live(touched, now)
-        self._flush_claimed(store_jobs)
+        store_jobs = self._plan_owed(now)
+        self._flush_claimed()
+        store_jobs += self._plan_live(touched, now)
         self.manager.on_schedule_end(now=now)
         return self._take_message(store_jobs)
 
@@ -302,7 +305,8 @@ class OffloadingConnectorScheduler:
         lookups = Lookups(
             lambda run: self.manager.lookup_prefix(run, context, now=now, since=since),
             lambda run: self.manager.lookup_each(run, context, now=now, since=since),
-            window_until=since + self.options.promotion_wait_s,
+            retry_until=since + self.options.lookup_wait_s,
+            pending_until=since + self.options.promotion_wait_s,
         )
         hit = find_hit(self.geometry, state.groups, on_device, limit, lookups)
         state.answer_until = hit.valid_until
@@ -376,10 +380,20 @@ class OffloadingConnectorScheduler:
         for reservation, loading in zip(reservations, self._chunks_being_loaded, strict=True):
             loading.update(dict.fromkeys(reservation.hashes, job.job_id))
         state.load_base = on_device
-        self.counters["tokens_loaded"] += num_external_tokens
+        self._count_origins(reservations[0], num_external_tokens)
         self._current_batch_load_jobs.append(
             TransferJob(job.job_id, state.context.req_id, TransferKind.LOAD, tuple(transfers), doomed=short)
         )
+
+    def _count_origins(self, reservation: Reservation, num_tokens: int) -> None:
+        """Tokens loaded, by the tier that had them: whole chunks for secondary tiers, the rest was in host memory."""
+        self.counters["tokens_loaded"] += num_tokens
+        per_chunk = self.geometry.chunk_tokens(reservation.group)
+        for name, chunks in reservation.origins.items():
+            brought = min(chunks * per_chunk, num_tokens)
+            self.counters[f"tokens_loaded {name}"] += brought
+            num_tokens -= brought
+        self.counters["tokens_loaded host"] += num_tokens
 
     def _load_transfer(
         self, state: RequestState, index: int, reservation: Reservation, first: int, on_device: int, tokens: int
@@ -569,20 +583,16 @@ class OffloadingConnectorScheduler:
         for transfer in transfers:
             if state.finished or self.geometry.groups[transfer.group].sliding_window is not None:
                 self._fences.raise_for(job, transfer.block_ids)
-        # A prefix hit may be on blocks that another request fills in this very step.
-        filled_now = not self._current_batch_allocated_block_ids.isdisjoint(job.block_ids.tolist())
-        after_compute = not state.finished and (filled_now or any(p.after_compute for p in planned))
-        return TransferJob(job.job_id, state.context.req_id, TransferKind.STORE, transfers, after_compute=after_compute)
+        # A live request's blocks may be filled by this very step even where its own tokens are older: another
+        # request of the step computes them and the prefix cache shares them already.
+        return TransferJob(
+            job.job_id, state.context.req_id, TransferKind.STORE, transfers, after_compute=not state.finished
+        )
 
-    def _flush_claimed(self, store_jobs: Collection[TransferJob]) -> None:
-        """Pending stores whose blocks this step may write must be read first; then they guard nothing more.
-
-        What this step's own forward computes is read after it: those blocks were handed out to be filled, by the
-        very request that stores them.
-        """
+    def _flush_claimed(self) -> None:
+        """Pending stores whose blocks this step may write must be read first; then they guard nothing more."""
         flush = self._current_batch_jobs_to_flush
-        coming = {job.job_id for job in store_jobs if job.after_compute}
-        flush.update(self._fences.claim(self._current_batch_allocated_block_ids) - coming)
+        flush.update(self._fences.claim(self._current_batch_allocated_block_ids))
         for job_id in flush:
             job = self._jobs.get(job_id) or self._overdue.get(job_id)
             if job is not None:

@@ -1,7 +1,7 @@
 """Which chunks this step stores.
 
 In: one life, how many of its tokens are (or will be, by this step) computed, and the manager. Out: reservations with
-the device blocks to copy, and whether this step's forward computes some of their bytes. Never: a fence, a job id.
+the device blocks to copy. Never: a fence, a job id.
 
 A chunk is stored when its last token is computed, its blocks are known, and the engine has hashed it::
 
@@ -35,7 +35,6 @@ class PlannedStore(NamedTuple):
 
     reservation: Reservation
     transfer: GroupTransfer
-    after_compute: bool
 
 
 class StorePlanner:
@@ -84,7 +83,7 @@ class StorePlanner:
             group.cursor = plan.settled
             if plan.reservation is not None:
                 budget -= len(plan.reservation.chunks)
-                planned.append(self._planned(state, group, plan.reservation))
+                planned.append(self._planned(group, plan.reservation))
         return planned
 
     def _first_in_window(self, state: RequestState, group: GroupState, window: int, stop: int) -> int:
@@ -101,7 +100,7 @@ class StorePlanner:
         last_null = next((p for p in positions if group.block_ids[p] == self._geometry.null_block_id), None)
         return first if last_null is None else last_null // n + 1
 
-    def _planned(self, state: RequestState, group: GroupState, reservation: Reservation) -> PlannedStore:
+    def _planned(self, group: GroupState, reservation: Reservation) -> PlannedStore:
         n = self._geometry.blocks_per_chunk
         positions = (reservation.chunks[:, None] * n + np.arange(n)).ravel()
         transfer = GroupTransfer(
@@ -110,8 +109,7 @@ class StorePlanner:
             np.repeat(reservation.slots, n),
             np.tile(np.arange(n), len(reservation.chunks)),
         )
-        last_token = (int(reservation.chunks[-1]) + 1) * self._geometry.chunk_tokens(group.index)
-        return PlannedStore(reservation, transfer, after_compute=last_token > state.tokens_before_step)
+        return PlannedStore(reservation, transfer)
 
 
 def _gather(block_ids: list[int], positions: Int64Array) -> Int64Array:

@@ -36,6 +36,9 @@ class CopyBackend(ABC):
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Learn the tensors, called again after they moved. Refuses an unknown layout by ``ConfigError``."""
 
+    def forget(self) -> None:
+        """Let go of the tensors, so that their memory can be freed; copies fail until the next ``register``."""
+
     @abstractmethod
     def copy(self, job: TransferJob) -> int:
         """Do one job from beginning to end; the bytes moved."""
@@ -66,6 +69,10 @@ class OffloadingWorker(ABC):
     @abstractmethod
     def get_finished(self) -> Sequence[CopyResult]:
         """Jobs that ended since the last call."""
+
+    @abstractmethod
+    def drain(self, deadline_s: float) -> bool:
+        """Wait until no job is open, for engines that move their tensors; False where the deadline passed first."""
 
     @abstractmethod
     def shutdown(self, deadline_s: float) -> None:

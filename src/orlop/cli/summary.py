@@ -1,0 +1,102 @@
+"""What a run came to, as a mapping that fits into JSON, and as a table.
+
+In: ``RunReport``s and a ``Comparison``. Out: a mapping; lines on standard output. Never: a figure that the reports
+do not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from orlop.cli.compare import Comparison
+from orlop.cli.replay import RunReport
+
+Figures = Mapping[str, int | float | None]
+
+LABELS = {
+    "computed_tokens": "tokens computed",
+    "device_hit_tokens": "tokens found on the device",
+    "loaded_tokens": "tokens loaded",
+    "first_token_p50_s": "time to first token, p50",
+    "first_token_p95_s": "time to first token, p95",
+    "total_s": "total time",
+}
+TIER = "loaded_tokens_from_"
+SHOWN_DIFFERENCES = 5
+
+
+def summarise(
+    engine: Mapping[str, Any], without: RunReport | None, offloaded: RunReport, verdict: Comparison | None
+) -> dict[str, Any]:
+    """The mapping that ``orlop run --json`` prints. Keys say their unit; None stands for what there is none of."""
+    return {
+        "engine": dict(engine),
+        "interrupted": offloaded.interrupted,
+        "without_offload": _figures(without) if without is not None else None,
+        "with_offload": _figures(offloaded),
+        "tokens": asdict(verdict) if verdict is not None else None,
+        "stats": dict(offloaded.stats),
+    }
+
+
+def print_summary(summary: Mapping[str, Any]) -> None:
+    """The table that ``orlop run`` prints."""
+    console = Console()
+    engine = summary["engine"]
+    table = Table(title=f"{engine['num_blocks']} device blocks of {engine['block_tokens']} tokens")
+    table.add_column("")
+    runs = {"without offload": summary["without_offload"], "with offload": summary["with_offload"]}
+    columns: dict[str, Figures] = {name: figures for name, figures in runs.items() if figures is not None}
+    for name in columns:
+        table.add_column(name, justify="right")
+    for figure in summary["with_offload"]:
+        table.add_row(_label(figure), *(_shown(figure, column.get(figure)) for column in columns.values()))
+    console.print(table)
+    if summary["interrupted"]:
+        console.print("stopped by Ctrl-C: the figures are of what was done until then")
+    if summary["tokens"] is not None:
+        _print_verdict(console, summary["tokens"])
+
+
+def _print_verdict(console: Console, tokens: Mapping[str, Any]) -> None:
+    different = tokens["different"]
+    console.print(f"tokens: {tokens['equal']} equal, {tokens['ties']} ties, {len(different)} different")
+    for d in different[:SHOWN_DIFFERENCES]:
+        found = f"generated token {d['position']} is {d['found']}, expected {d['expected']}"
+        console.print(f"  {d['request_id']}: {found} (their logits differ by {d['gap']:.2g})")
+    if len(different) > SHOWN_DIFFERENCES:
+        console.print(f"  and {len(different) - SHOWN_DIFFERENCES} more")
+
+
+def _figures(report: RunReport) -> dict[str, int | float | None]:
+    return {
+        "requests": len(report.tokens),
+        "prompt_tokens": report.prompt_tokens,
+        "computed_tokens": report.computed_tokens,
+        "device_hit_tokens": report.device_hit_tokens,
+        "loaded_tokens": report.loaded_tokens,
+        **{f"{TIER}{tier}": count for tier, count in report.tokens_loaded_by_tier.items()},
+        "preemptions": report.preemptions,
+        "first_token_p50_s": report.first_token_percentile_s(50),
+        "first_token_p95_s": report.first_token_percentile_s(95),
+        "total_s": report.total_s,
+    }
+
+
+def _label(figure: str) -> str:
+    if figure.startswith(TIER):
+        return f"  from {figure.removeprefix(TIER)}"
+    return LABELS.get(figure, figure.replace("_", " "))
+
+
+def _shown(figure: str, value: int | float | None) -> str:
+    if value is None:
+        return "-"
+    if not figure.endswith("_s"):
+        return f"{value:,}"
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"

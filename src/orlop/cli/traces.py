@@ -1,0 +1,183 @@
+"""Public workload traces as prompts of token ids.
+
+In: a trace file (JSON lines, plain or gzip). Out: prompts whose shared prefixes are those of the trace. Never:
+text, a guess about a line that does not add up: that is a ``TraceError`` with file and line.
+
+Two formats are told apart line by line, by how many ids a line of its length must have:
+
+- Mooncake: ids of 512-token blocks, the last one partial: ``ceil(input_length / 512)`` ids.
+- LMCache agent: ids of 16-token blocks, full blocks only: ``input_length // 16`` ids. What is left over is of
+  that line alone.
+
+A trace says which blocks are equal, not what is in them. Each id becomes ``tokens_per_block`` tokens drawn from
+a hash of the id, the same in every process. Fewer tokens than the trace's blocks had scale the work down and
+keep its shape.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import itertools
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from orlop.errors import TraceError
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFormat:
+    """``block_tokens``: tokens of one id in the trace. ``scaled_tokens``: what an id becomes by default."""
+
+    name: str
+    block_tokens: int
+    has_partial_block: bool
+    scaled_tokens: int
+
+    def num_ids(self, input_length: int) -> int:
+        """Ids that a line of ``input_length`` tokens has."""
+        if self.has_partial_block:
+            return -(-input_length // self.block_tokens)
+        return input_length // self.block_tokens
+
+
+MOONCAKE = TraceFormat("Mooncake", 512, has_partial_block=True, scaled_tokens=16)
+LMCACHE_AGENT = TraceFormat("LMCache agent", 16, has_partial_block=False, scaled_tokens=4)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLine:
+    """One request of a trace, as it stands there; ``number`` is its line in the file, from 1."""
+
+    number: int
+    format: TraceFormat
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request to run: the prompt's token ids and how many tokens to generate."""
+
+    request_id: str
+    prompt: list[int]
+    max_tokens: int
+
+
+def read_requests(
+    path: Path, *, limit: int | None, tokens_per_block: int | None, max_output: int, vocab_size: int
+) -> list[TraceRequest]:
+    """The first ``limit`` requests of a trace, in file order (None: all).
+
+    ``tokens_per_block``: tokens that each id becomes (None: as the format says). ``max_output``: the most tokens
+    to generate per request. Raises ``TraceError`` for a broken line and for a file without any request.
+    """
+    requests = [
+        TraceRequest(
+            request_id=f"line-{line.number}",
+            prompt=prompt_of(line, tokens_per_block or line.format.scaled_tokens, vocab_size),
+            max_tokens=max(1, min(line.output_length, max_output)),
+        )
+        for line in itertools.islice(read_lines(path), limit)
+    ]
+    if not requests:
+        raise TraceError(f"{path}: found no request, expected one JSON object per line")
+    return requests
+
+
+def read_lines(path: Path) -> Iterator[TraceLine]:
+    """The lines of a trace as they come; blank ones are passed over."""
+    number = 0
+    try:
+        with _opened(path) as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _parsed(line, f"{path}, line {number}", number)
+    except (OSError, EOFError, zlib.error) as error:
+        where = f"{path}, after line {number}" if number else str(path)
+        reason = getattr(error, "strerror", None) or str(error)
+        raise TraceError(f"{where}: cannot be read: {reason}") from error
+
+
+def prompt_of(line: TraceLine, tokens_per_block: int, vocab_size: int) -> list[int]:
+    """Token ids of one line; at least one."""
+    block, tokens = line.format.block_tokens, []
+    for index, block_id in enumerate(line.hash_ids):
+        share = min(block, line.input_length - index * block)
+        stream = _tokens(f"{line.format.name} {block_id}", tokens_per_block, vocab_size)
+        tokens += stream[: -(-share * tokens_per_block // block)]
+    left_over = line.input_length - len(line.hash_ids) * block
+    if left_over > 0 or not tokens:
+        count = max(1, -(-left_over * tokens_per_block // block))
+        tokens += _tokens(f"{line.format.name} line {line.number}", count, vocab_size)
+    return tokens
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Iterable[bytes]]:
+    """The lines of the file, unpacked where its first bytes say gzip, whatever its name."""
+    with path.open("rb") as file:
+        is_gzip = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        if not is_gzip:
+            yield file
+            return
+        with gzip.open(file) as unpacked:
+            yield unpacked
+
+
+def _parsed(line: bytes, where: str, number: int) -> TraceLine:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise TraceError(f"{where}: found no JSON ({error}), expected one JSON object") from error
+    if not isinstance(record, dict):
+        raise TraceError(f"{where}: found {type(record).__name__}, expected one JSON object")
+    input_length = _count(record, "input_length", where)
+    hash_ids = record.get("hash_ids")
+    if not isinstance(hash_ids, list) or not all(_is_count(i) for i in hash_ids):
+        raise TraceError(f"{where}: expected 'hash_ids' to be a list of whole numbers from 0 up")
+    return TraceLine(
+        number=number,
+        format=_format(record, input_length, len(hash_ids), where),
+        input_length=input_length,
+        output_length=_count(record, "output_length", where),
+        hash_ids=tuple(hash_ids),
+    )
+
+
+def _format(record: dict[str, Any], input_length: int, num_ids: int, where: str) -> TraceFormat:
+    # A short line can have the right number of ids for both; only the agent traces name a session.
+    candidates = (LMCACHE_AGENT,) if "session" in record else (MOONCAKE, LMCACHE_AGENT)
+    for candidate in candidates:
+        if candidate.num_ids(input_length) == num_ids:
+            return candidate
+    expected = " or ".join(f"{c.num_ids(input_length)} ({c.name}, {c.block_tokens} tokens per id)" for c in candidates)
+    raise TraceError(f"{where}: found {num_ids} hash_ids for input_length {input_length}, expected {expected}")
+
+
+def _count(record: dict[str, Any], name: str, where: str) -> int:
+    value = record.get(name)
+    if not _is_count(value):
+        found = "nothing" if name not in record else repr(value)
+        raise TraceError(f"{where}: found {found} for '{name}', expected a whole number from 0 up")
+    return int(value)  # type: ignore[arg-type]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _tokens(name: str, count: int, vocab_size: int) -> list[int]:
+    """``count`` token ids that follow from ``name`` alone."""
+    stream = hashlib.shake_128(name.encode()).digest(4 * count)
+    drawn: list[int] = (np.frombuffer(stream, dtype="<u4") % vocab_size).tolist()
+    return drawn

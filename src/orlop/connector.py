@@ -1,0 +1,330 @@
+"""OffloadingConnector: the engine's one door, and how the parts are joined.
+
+In: settings, what the engine says of itself, its KV tensors, its hooks. Out: the hooks' answers and messages. Never: a
+decision of its own; it reads the clock once per hook and hands it on.
+
+One object is one half. The worker half of the lowest local rank makes the host region when it learns the KV tensors;
+the other ranks, the scheduler half and the tiers' I/O processes join it, so workers are built first::
+
+    worker = OffloadingConnector.worker(config, spec)         # in each rank
+    worker.register_kv_caches(kv_caches)
+    scheduler = OffloadingConnector.scheduler(config, spec)   # in the engine's scheduler process
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from orlop.config import OrlopConfig, TierConfig, default_host_bytes, memory_limit_bytes
+from orlop.core import (
+    FIRST_GENERATION,
+    Blocks,
+    CacheEvent,
+    EngineSpec,
+    Geometry,
+    OffloadingConnectorMetadata,
+    RegionLayout,
+    Request,
+    SchedulerOutput,
+    WorkerOutput,
+)
+from orlop.errors import ConfigError, TierUnavailable
+from orlop.host.policies import load_policy
+from orlop.host.region import HostRegion, socket_name
+from orlop.host.tier import HostTier
+from orlop.scheduler.scheduler import OffloadingConnectorScheduler, SchedulerOptions
+from orlop.tiering.io_messages import StoreSpec
+from orlop.tiering.manager import TierEntry, TieringManager, TieringOptions
+from orlop.tiering.namespace import Fingerprint, almost_same, read_descriptions, write_description
+from orlop.tiering.runner import RunnerOptions, TierRunner
+from orlop.worker.cpu import CpuCopyBackend
+from orlop.worker.layout import page_bytes
+from orlop.worker.worker import CopyWorker, OffloadingConnectorWorker
+
+log = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 60.0
+"""How long the parts of one engine wait for each other at start."""
+TIER_START_TIMEOUT_S = 10.0
+LEAST_SLOTS = 4
+IO_THREADS = 4
+STORES = {"files": "orlop.stores.files:FilesStore"}
+
+
+class OffloadingConnector:
+    """One half of the connector. All calls come from the engine's thread of that half's process."""
+
+    def __init__(self, config: OrlopConfig, spec: EngineSpec, clock: Callable[[], float]) -> None:
+        self.config = config
+        self.spec = spec
+        self._clock = clock
+        self._region: HostRegion | None = None
+        self._scheduler_half: OffloadingConnectorScheduler | None = None
+        self._worker_half: OffloadingConnectorWorker | None = None
+        self._closed = False
+
+    @classmethod
+    def worker(
+        cls,
+        config: OrlopConfig | Mapping[str, Any] | None,
+        spec: EngineSpec,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> OffloadingConnector:
+        """The worker half of ``spec.rank``; of use once ``register_kv_caches`` was called."""
+        return cls(_settings(config), spec, clock)
+
+    @classmethod
+    def scheduler(
+        cls,
+        config: OrlopConfig | Mapping[str, Any] | None,
+        spec: EngineSpec,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> OffloadingConnector:
+        """The scheduler half; waits for the workers' host region, then for each tier to open (or say why not)."""
+        connector = cls(_settings(config), spec, clock)
+        connector._join_scheduler()
+        return connector
+
+    # --- the scheduler half ------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler.on_new_request(request, now=self._clock())
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens, now=self._clock())
+
+    def update_state_after_alloc(self, request: Request, blocks: Blocks, num_external_tokens: int) -> None:
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens, now=self._clock())
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingConnectorMetadata:
+        return self._scheduler.build_connector_meta(scheduler_output, now=self._clock())
+
+    def update_connector_output(self, output: WorkerOutput) -> None:
+        self._scheduler.update_connector_output(output, now=self._clock())
+
+    def request_finished(self, request: Request) -> tuple[bool, None]:
+        return self._scheduler.request_finished(request, now=self._clock())
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.has_pending_push_work()
+
+    def reset_cache(self) -> None:
+        """Nothing from before is served; the new generation is drawn from the system's random source."""
+        self._scheduler.reset_cache(os.urandom(16), now=self._clock())
+
+    def take_events(self) -> Iterable[CacheEvent]:
+        return self._scheduler.take_events()
+
+    def get_stats(self) -> Mapping[str, float]:
+        return self._scheduler.get_stats()
+
+    def check(self) -> None:
+        """Recount the books of this half; ``InvariantError`` where they do not add up. For tests and tools."""
+        self._scheduler.check()
+        self._manager.check(self._scheduler.open_reservations())
+
+    # --- the worker half -----------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """Learn the KV tensors, and make or join the host region. Called again after the tensors have moved."""
+        if self._worker_half is not None:
+            self._worker_half.rebind(kv_caches)
+            return
+        pages = page_bytes(kv_caches, self.spec.groups)
+        name = socket_name(self.spec.instance, self.spec.replica)
+        if self.spec.rank == 0:
+            self._region = HostRegion.gather(name, self.spec.ranks, pages, self._decide_layout, JOIN_TIMEOUT_S)
+        else:
+            self._region = HostRegion.join(name, self.spec.rank, pages, JOIN_TIMEOUT_S)
+        backend = CpuCopyBackend(self.spec.groups, self._region, self.spec.rank)
+        backend.register(kv_caches)
+        self._worker_half = OffloadingConnectorWorker(CopyWorker(backend), backend, self.spec.rank)
+
+    def handle_preemptions(self, meta: OffloadingConnectorMetadata) -> None:
+        self._worker.handle_preemptions(meta)
+
+    def start_load_kv(self, meta: OffloadingConnectorMetadata) -> None:
+        self._worker.start_load_kv(meta)
+
+    def wait_for_save(self, meta: OffloadingConnectorMetadata) -> None:
+        self._worker.wait_for_save(meta)
+
+    def get_finished(self) -> WorkerOutput:
+        return self._worker.get_finished()
+
+    # --- both ------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """End this half: waits for what is in flight at most until the drain deadline. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        deadline_s = self.config.drain_deadline_s
+        if self._worker_half is not None:
+            self._worker_half.shutdown(deadline_s)
+        if self._scheduler_half is not None:
+            now = self._clock()
+            self._scheduler_half.shutdown(now=now)
+            self._manager.shutdown(now=now, deadline_s=deadline_s)
+        if self._region is not None:
+            self._region.close()
+
+    # --- joining the parts --------------------------------------------------------------------------------------
+
+    @property
+    def _scheduler(self) -> OffloadingConnectorScheduler:
+        if self._scheduler_half is None:
+            raise ConfigError("found a call of the scheduler half on a worker half, expected the other connector")
+        return self._scheduler_half
+
+    @property
+    def _worker(self) -> OffloadingConnectorWorker:
+        if self._worker_half is None:
+            raise ConfigError("found a call of the worker half, expected register_kv_caches() before it")
+        return self._worker_half
+
+    def _decide_layout(self, pages: tuple[tuple[int, ...], ...]) -> RegionLayout:
+        """Chunk size and number of slots, from the settings and the page sizes of all ranks."""
+        block_bytes = max(sum(rank[g.index] for rank in pages) for g in self.spec.groups)
+        blocks = self._stored_chunk_blocks(pages) or self.config.chunk_blocks(self.spec.groups, block_bytes)
+        slot_bytes = RegionLayout(1, blocks, pages).slot_bytes
+        wanted = self.config.host.bytes
+        if wanted is None:
+            wanted = default_host_bytes(self.spec.device_cache_bytes, memory_limit_bytes())
+        slots = wanted // slot_bytes
+        if slots < LEAST_SLOTS:
+            raise ConfigError(
+                f"host.bytes: found {wanted} bytes, which is {slots} chunks of {slot_bytes} bytes, expected "
+                f"{LEAST_SLOTS} or more; set it to {LEAST_SLOTS * slot_bytes} at least, or blocks_per_chunk lower"
+            )
+        return RegionLayout(slots, blocks, pages)
+
+    def _stored_chunk_blocks(self, pages: tuple[tuple[int, ...], ...]) -> int | None:
+        """With ``auto``, the chunk size of the newest stored namespace that equals ours in all else."""
+        if self.config.blocks_per_chunk is not None or self.config.tokens_per_chunk is not None:
+            return None
+        found: list[tuple[float, int]] = []
+        for tier in self.config.tiers if self.spec.persistent else ():
+            for digest, description in read_descriptions(tier.path).items() if tier.path else ():
+                blocks = description.get("blocks_per_chunk")
+                if not isinstance(blocks, int) or blocks < 1:
+                    continue
+                same = Fingerprint.of(self.spec, RegionLayout(1, blocks, pages)).describe() == description
+                if same and tier.path:
+                    found.append((_mtime(os.path.join(tier.path, f"{digest}.json")), blocks))
+        return max(found)[1] if found else None
+
+    def _join_scheduler(self) -> None:
+        spec, config = self.spec, self.config
+        region = HostRegion.connect(socket_name(spec.instance, spec.replica), timeout_s=JOIN_TIMEOUT_S)
+        self._region = region
+        layout = region.layout
+        fingerprint = Fingerprint.of(spec, layout)
+        geometry = Geometry(spec.groups, spec.tokens_per_hash, layout.blocks_per_chunk, spec.null_block_id)
+        entries: list[TierEntry] = []
+        try:
+            for index, tier in enumerate(self._persistent_tiers()):
+                entries.append(self._open_tier(index, tier, region, fingerprint))
+        except BaseException:
+            for entry in entries:
+                entry.tier.shutdown(0.0)
+            region.close()
+            raise
+        host = HostTier(layout.slots, load_policy(config.host.policy, layout.slots), usable=region.usable_slots)
+        payloads = tuple(layout.payload_bytes(g.index) for g in spec.groups)
+        options = TieringOptions(
+            payloads,
+            store_after=config.host.store_after,
+            keep_tiers_on_reset=config.keep_tiers_on_reset,
+            usable_slots=lambda: region.usable_slots,
+        )
+        self._manager = TieringManager(host, entries, fingerprint.namespace, FIRST_GENERATION, options)
+        self._scheduler_half = OffloadingConnectorScheduler(
+            geometry,
+            self._manager,
+            SchedulerOptions(
+                ranks=spec.ranks,
+                offload_decode=config.offload_decode,
+                prefix_caching=spec.prefix_caching,
+                store_deadline_s=config.store_deadline_s,
+                lookup_wait_s=max((e.lookup_s for e in entries), default=0.0),
+                promotion_wait_s=max((e.promotion_s for e in entries), default=5.0),
+            ),
+        )
+        log.info(
+            "offloading is on: host %d bytes in %d chunks of %d bytes (%d blocks each); tiers: %s; namespace %s",
+            layout.slots * layout.slot_bytes,
+            layout.slots,
+            layout.slot_bytes,
+            layout.blocks_per_chunk,
+            ", ".join(e.tier.name for e in entries) or "none",
+            fingerprint.namespace().digest.hex(),
+        )
+
+    def _persistent_tiers(self) -> tuple[TierConfig, ...]:
+        if self.config.tiers and not self.spec.persistent:
+            log.warning(
+                "tiers are off: the weights come from no file and nothing tells them apart from others; "
+                "set weights_id to a name for them"
+            )
+            return ()
+        return self.config.tiers
+
+    def _open_tier(self, index: int, tier: TierConfig, region: HostRegion, fingerprint: Fingerprint) -> TierEntry:
+        name = f"{index}:{tier.type}"
+        kwargs: dict[str, Any] = {"path": tier.path, "max_bytes": tier.bytes}
+        if tier.type in STORES:
+            kwargs["direct_io"] = tier.direct_io
+        options = RunnerOptions(name, queue_bytes=tier.queue_bytes, threads=tier.threads or IO_THREADS)
+        spec = StoreSpec(STORES.get(tier.type, tier.type), {k: v for k, v in kwargs.items() if v is not None})
+        runner = TierRunner(options, region, spec, io_process=self.config.io_process, clock=self._clock)
+        try:
+            trouble = runner.wait_ready(TIER_START_TIMEOUT_S)
+            if trouble and tier.required:
+                raise TierUnavailable(
+                    f"tier {name}: found it unavailable ({trouble}), expected it reachable since it is required; "
+                    "mend it, or set required to false to start without it"
+                )
+        except BaseException:
+            runner.shutdown(0.0)
+            raise
+        if trouble:
+            log.warning("tier %s is off for now and comes back by itself: %s", name, trouble)
+        elif tier.path:
+            self._describe(name, tier.path, fingerprint)
+        return TierEntry(
+            runner,
+            store=tier.write == "through",
+            store_after=tier.store_after,
+            lookup_s=tier.deadline.lookup_s,
+            promotion_s=tier.deadline.promotion_s,
+            cascade_s=tier.deadline.cascade_s,
+        )
+
+    def _describe(self, name: str, path: str, fingerprint: Fingerprint) -> None:
+        """Leave the namespace in clear beside the data, and say where data of almost the same namespace lies."""
+        near = almost_same(fingerprint, read_descriptions(path))
+        if near is not None:
+            digest, fields = near
+            log.info(
+                "tier %s also holds data of namespace %s, which is not served to this run: it differs in %s",
+                name,
+                digest,
+                ", ".join(fields),
+            )
+        write_description(path, fingerprint)
+
+
+def _settings(config: OrlopConfig | Mapping[str, Any] | None) -> OrlopConfig:
+    return config if isinstance(config, OrlopConfig) else OrlopConfig.load(config)
+
+
+def _mtime(path: str) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0

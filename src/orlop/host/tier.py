@@ -1,0 +1,406 @@
+"""From key to slot, and who leaves when the host tier is full.
+
+In: runs of keys and slot numbers. Out: slots, and how far a run is readable. Never: the bytes of a chunk, a clock, a
+thread, a file, a decision whether a chunk is worth keeping.
+
+One dict per KV group maps the engine's own hash object to the slot of a READY chunk, another one those that are
+being written; so asking how far a run is readable is one C-level map over one dict. ``slots.py`` keeps the life of each
+slot, and a policy chooses among those that may leave.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
+
+import numpy as np
+
+from orlop.core import Int64Array, KeyRun
+from orlop.errors import InvariantError
+from orlop.host.policies.base import EvictionPolicy
+from orlop.host.policies.lru import LRU
+from orlop.host.slots import READY, RESERVED, RETIRED, Change, Slots, SlotState
+
+__all__ = ["HostTier", "SlotState"]
+
+FIRST_BATCH, LAST_BATCH = 64, 4096
+EVICTED_KEPT = 65536
+
+Table = dict[bytes, int]
+
+
+class HostTier:
+    """Chunks in ``slots`` slots, plain integers from 0. Engine's thread only; no call waits.
+
+    ``policy`` None means LRU. ``usable``: only slots below it are handed out until ``grow``; default all.
+    Arrays of slots are one-dimensional int64 and name a slot once per call. A call that raises ``InvariantError``
+    because of its arguments has changed nothing.
+
+    ``evictions`` grows whenever a READY chunk loses its key, so answers may have become worse; ``arrivals`` whenever
+    chunks become READY; ``room`` whenever a slot becomes free or evictable, so that a declined ``reserve`` may
+    succeed now.
+    """
+
+    def __init__(self, slots: int, policy: EvictionPolicy | None = None, *, usable: int | None = None) -> None:
+        self._books = Slots(slots, slots if usable is None else usable)
+        self._policy = LRU(slots) if policy is None else policy
+        self._ready: defaultdict[int, Table] = defaultdict(dict)
+        self._reserved: defaultdict[int, Table] = defaultdict(dict)
+        self._key: list[bytes | None] = [None] * slots
+        self._group = np.zeros(slots, np.int32)
+        self._evicted: deque[tuple[int, bytes]] = deque(maxlen=EVICTED_KEPT)
+        self.evictions = 0
+        self.arrivals = 0
+        self.room = 0
+
+    @property
+    def slots(self) -> int:
+        """All slots, pre-faulted or not."""
+        return self._books.slots
+
+    @property
+    def usable(self) -> int:
+        """Slots that are handed out: those below this number."""
+        return self._books.usable
+
+    @property
+    def leased(self) -> int:
+        """Slots with at least one lease."""
+        return self._books.leased
+
+    def grow(self, usable: int) -> None:
+        """Slots below ``usable`` are pre-faulted now. ``ValueError`` if that is fewer than before or more than all."""
+        if self._books.grow(usable):
+            self.room += 1
+
+    # --- what is there ------------------------------------------------------------------------------
+
+    def ready_prefix(self, run: KeyRun) -> int:
+        """How many leading chunks of ``run`` are READY."""
+        get = self._ready[run.group].get
+        start, size = run.start, FIRST_BATCH
+        while start < run.stop:
+            stop = min(start + size, run.stop)
+            found = list(map(get, run.hashes[start:stop]))
+            if None in found:
+                return start + found.index(None) - run.start
+            start, size = stop, min(2 * size, LAST_BATCH)
+        return len(run)
+
+    def ready_slots(self, run: KeyRun) -> Int64Array:
+        """The slots of the leading READY chunks, int64; shorter than ``run`` where one is missing."""
+        n = self.ready_prefix(run)
+        table = self._ready[run.group]
+        return np.fromiter(map(table.__getitem__, run.hashes[run.start : run.start + n]), np.int64, n)
+
+    def slot_state(self, group: int, block_hash: bytes) -> SlotState | None:
+        """RESERVED or READY; None where the key is not there."""
+        if block_hash in self._ready[group]:
+            return SlotState.READY
+        return SlotState.RESERVED if block_hash in self._reserved[group] else None
+
+    def states(self, run: KeyRun) -> bytes:
+        """One byte per key: 0 absent, 1 RESERVED, 2 READY."""
+        keys = run.keys()
+        ready = np.frombuffer(bytes(map(self._ready[run.group].__contains__, keys)), np.uint8)
+        reserved = np.frombuffer(bytes(map(self._reserved[run.group].__contains__, keys)), np.uint8)
+        return (READY * ready + RESERVED * reserved).tobytes()
+
+    def slots_of(self, run: KeyRun) -> Int64Array:
+        """Per key its slot, RESERVED or READY, or -1; int64."""
+        keys = run.keys()
+        slots = np.fromiter(map(self._ready[run.group].get, keys, repeat(-1)), np.int64, len(run))
+        reserved = self._reserved[run.group]
+        if reserved:
+            for i in np.flatnonzero(slots < 0).tolist():
+                slots[i] = reserved.get(keys[i], -1)
+        return slots
+
+    def holds_of(self, slots: Int64Array) -> Int64Array:
+        """How often each slot is held; int64."""
+        return self._books.holds[slots].astype(np.int64)
+
+    def counts(self) -> Mapping[SlotState, int]:
+        """How many slots are in each state; together all slots, those not pre-faulted yet being FREE."""
+        state = self._books.state[: self.slots]
+        return {s: int(np.count_nonzero(state == s)) for s in SlotState}
+
+    # --- coming in ------------------------------------------------------------------------------------
+
+    def room_for(self, n: int) -> bool:
+        """Whether ``n`` slots could be had now, free ones and evictable ones together.
+
+        ``reserve`` may still decline where the only room is the prefix that the new chunks extend.
+        """
+        need = n - len(self._books.free)
+        return need <= 0 or self._books.can_evict(need)
+
+    def reserve(self, run: KeyRun, chunks: Sequence[int]) -> Int64Array | None:
+        """Slots for ``chunks``: absolute chunk indexes of ``run``, ascending, none of them there. All or nothing.
+
+        Free slots go first; beyond them exactly as many chunks are evicted as are missing, never one that the
+        new chunks extend. The slots, int64 in the order of ``chunks``, are RESERVED with one hold: the
+        writer's. None: no room, and nothing has changed. ``InvariantError``: a key is there already.
+        """
+        if not len(chunks):
+            return np.empty(0, np.int64)
+        pieces = list(_pieces(chunks))
+        keys = _keys(run.hashes, pieces)
+        self._require_absent(run.group, keys)
+        outer = [self._resident(run.group, run.hashes[first - 1]) if first else -1 for first, _ in pieces]
+        if not self._make_room(len(keys), [p for p in outer if p >= 0]):
+            return None
+        taken = self._books.take(len(keys))
+        slots = np.array(taken, np.int64)
+        self._books.reserve(slots, _parents(slots, pieces, outer))
+        self._group[slots] = run.group
+        self._reserved[run.group].update(zip(keys, taken, strict=True))
+        for key, slot in zip(keys, taken, strict=True):
+            self._key[slot] = key
+        self._adopt(run, pieces)
+        return slots
+
+    def publish(self, slots: Int64Array) -> None:
+        """RESERVED to READY: readable from now on. Holds stay. Slots that were RETIRED meanwhile stay so."""
+        slots = self._without_retired(slots, RESERVED)
+        if not slots.size:
+            return
+        change = self._books.publish(slots)
+        for group, part in self._by_group(slots):
+            keys, numbers = self._keys_of(part)
+            _remove(self._reserved[group], keys)
+            self._ready[group].update(zip(keys, numbers, strict=True))
+            self._policy.insert(group, keys, part)
+        self.arrivals += len(slots)
+        self._changed(change)
+
+    def touch(self, run: KeyRun) -> None:
+        """The READY chunks of ``run`` were of use; the first ends up as the most recent."""
+        found = list(map(self._ready[run.group].get, run.keys()))
+        present = [s for s in found if s is not None] if None in found else found
+        if present:
+            self._policy.touch(np.array(present, np.int64))
+
+    # --- holds and leases -------------------------------------------------------------------------------
+
+    def hold(self, slots: Int64Array) -> None:
+        """One more job may touch the slots; a held slot is not evicted. ``InvariantError`` for a FREE slot."""
+        self._withdraw(self._books.hold(slots))
+
+    def unhold(self, slots: Int64Array) -> None:
+        """One job less. A RETIRED slot without holds and leases becomes FREE. ``InvariantError`` below zero."""
+        self._changed(self._books.unhold(slots))
+
+    def lease(self, slots: Int64Array) -> None:
+        """Like ``hold``, for a request that waits; counted apart."""
+        self._withdraw(self._books.lease(slots))
+
+    def unlease(self, slots: Int64Array) -> None:
+        """Like ``unhold``, for a lease."""
+        self._changed(self._books.unlease(slots))
+
+    # --- going out --------------------------------------------------------------------------------------
+
+    def abandon(self, slots: Int64Array) -> None:
+        """Drop the keys of RESERVED or READY slots: RETIRED while held or leased, else FREE. RETIRED ones stay so."""
+        self._drop(self._without_retired(slots, RESERVED, READY))
+
+    def discard(self, group: int, hashes: Iterable[bytes]) -> None:
+        """Drop these keys where they are there, being written or readable. Holds and leases stay."""
+        found = {self._resident(group, h) for h in hashes} - {-1}
+        self._drop(np.array(sorted(found), np.int64))
+
+    def clear(self) -> None:
+        """Drop every key. Holds and leases stay, and keep their slots RETIRED until they are given back."""
+        state = self._books.state
+        self._drop(np.flatnonzero((state == RESERVED) | (state == READY)))
+
+    def take_evicted(self) -> list[tuple[int, bytes]]:
+        """``(group, hash)`` of READY chunks that lost their key since the last call; the last 65536 of them."""
+        evicted = list(self._evicted)
+        self._evicted.clear()
+        return evicted
+
+    # --- the recount --------------------------------------------------------------------------------------
+
+    def check(self, holds: Mapping[int, int] | None = None, leases: Mapping[int, int] | None = None) -> None:
+        """Recount from nothing; ``InvariantError`` where the books do not add up.
+
+        ``holds`` and ``leases``, slot to count, are what the caller believes to have taken and not given back.
+        """
+        self._books.check()
+        seen: dict[int, int] = {}
+        for state, tables in ((RESERVED, self._reserved), (READY, self._ready)):
+            for group, table in tables.items():
+                for key, slot in table.items():
+                    right = self._key[slot] is key and self._group[slot] == group and slot not in seen
+                    if not right or self._books.state_of[slot] != state:
+                        raise InvariantError(f"group {group}: key {key.hex()} and slot {slot} disagree")
+                    seen[slot] = state
+        resident = np.flatnonzero((self._books.state == RESERVED) | (self._books.state == READY))
+        _equal("slots that the tables name", sorted(seen), resident.tolist())
+        keyed = [slot for slot, key in enumerate(self._key) if key is not None]
+        _equal("slots that have a key", keyed, resident.tolist())
+        may_leave = np.flatnonzero(self._books.candidate).tolist()
+        _equal("the policy's candidates", sorted(self._policy.candidates()), may_leave)
+        for word, given, book in (("holds", holds, self._books.holds), ("leases", leases, self._books.leases)):
+            if given is not None:
+                counted = {int(s): int(book[s]) for s in np.flatnonzero(book)}
+                _equal(word, counted, {s: n for s, n in given.items() if n})
+
+    # --- below ----------------------------------------------------------------------------------------------
+
+    def _resident(self, group: int, block_hash: bytes) -> int:
+        slot = self._ready[group].get(block_hash, -1)
+        return slot if slot >= 0 else self._reserved[group].get(block_hash, -1)
+
+    def _require_absent(self, group: int, keys: Sequence[bytes]) -> None:
+        for table in (self._ready[group], self._reserved[group]):
+            if table and not table.keys().isdisjoint(keys):
+                there = next(k for k in keys if k in table)
+                raise InvariantError(f"group {group}: found key {there.hex()} in the tier, expected only absent keys")
+
+    def _make_room(self, n: int, extended: list[int]) -> bool:
+        """Evict until ``n`` slots are free, sparing the slots that will be ``extended`` by the new chunks.
+
+        True: there is room, and the extended slots count their new children. False: nothing has changed.
+        """
+        self._withdraw(self._books.keep(extended))
+        need = n - len(self._books.free)
+        if need <= 0:
+            return True
+        if not self._books.can_evict(need):
+            self._offer(self._books.unkeep(extended))
+            return False
+        self._evict(need)
+        return True
+
+    def _evict(self, n: int) -> None:
+        books, policy = self._books, self._policy
+        victims: list[int] = []
+        try:
+            for _ in range(n):
+                slot = policy.pop()
+                if not books.candidate_of[slot]:
+                    raise InvariantError(f"{type(policy).__name__} chose slot {slot}, which may not leave")
+                victims.append(slot)
+                parent = books.vacate(slot)
+                if parent >= 0:
+                    policy.inherit(parent, slot)
+                    self._offer(books.unkeep((parent,)))
+        finally:
+            self._forget_ready(np.array(victims, np.int64))
+
+    def _forget_ready(self, slots: Int64Array) -> None:
+        for group, part in self._by_group(slots):
+            keys, numbers = self._keys_of(part)
+            _remove(self._ready[group], keys)
+            self._evicted.extend(zip(repeat(group), keys))
+            for slot in numbers:
+                self._key[slot] = None
+        self.evictions += len(slots)
+
+    def _drop(self, slots: Int64Array) -> None:
+        if not slots.size:
+            return
+        was_ready = self._books.state[slots] == READY
+        ready, reserved = slots[was_ready], slots[~was_ready]
+        self._policy.forget(ready)
+        self._forget_ready(ready)
+        for group, part in self._by_group(reserved):
+            keys, numbers = self._keys_of(part)
+            _remove(self._reserved[group], keys)
+            for slot in numbers:
+                self._key[slot] = None
+        self._changed(self._books.drop(slots))
+
+    def _adopt(self, run: KeyRun, pieces: list[tuple[int, int]]) -> None:
+        """Chunks that lost the chunk they extend, and now see it come back, are its children again."""
+        for _, stop in pieces:
+            if stop >= len(run.hashes):
+                continue
+            child = self._resident(run.group, run.hashes[stop])
+            if child >= 0 and self._books.parent_of[child] < 0:
+                self._books.adopt(child, self._reserved[run.group][run.hashes[stop - 1]])
+
+    def _without_retired(self, slots: Int64Array, *expected: int) -> Int64Array:
+        state = self._books.state[slots]
+        right = state == expected[0]
+        for other in expected[1:]:
+            right |= state == other
+        if right.all():
+            return slots
+        if not (right | (state == RETIRED)).all():
+            wrong = int(slots[~right & (state != RETIRED)][0])
+            raise InvariantError(
+                f"found slot {wrong} {SlotState(self._books.state_of[wrong]).name}, "
+                f"expected {' or '.join(SlotState(s).name for s in expected)}"
+            )
+        return slots[right]
+
+    def _by_group(self, slots: Int64Array) -> Iterator[tuple[int, Int64Array]]:
+        groups = self._group[slots]
+        if groups.size and (groups == groups[0]).all():
+            yield int(groups[0]), slots
+        else:
+            for group in np.unique(groups).tolist():
+                yield group, slots[groups == group]
+
+    def _keys_of(self, slots: Int64Array) -> tuple[list[bytes], list[int]]:
+        numbers: list[int] = slots.tolist()
+        return list(map(self._key.__getitem__, numbers)), numbers  # type: ignore[arg-type]
+
+    def _offer(self, slots: Sequence[int]) -> None:
+        if slots:
+            self._policy.offer(slots)
+
+    def _withdraw(self, slots: Sequence[int]) -> None:
+        if slots:
+            self._policy.withdraw(slots)
+
+    def _changed(self, change: Change) -> None:
+        self._offer(change.joined)
+        if change.opened:
+            self.room += 1
+
+
+def _pieces(chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """``start, stop`` of each stretch of neighbouring indexes in an ascending sequence."""
+    first, last = int(chunks[0]), int(chunks[-1])
+    if last - first + 1 == len(chunks):
+        yield first, last + 1
+        return
+    previous = first
+    for chunk in map(int, chunks[1:]):
+        if chunk != previous + 1:
+            yield first, previous + 1
+            first = chunk
+        previous = chunk
+    yield first, previous + 1
+
+
+def _keys(hashes: Sequence[bytes], pieces: list[tuple[int, int]]) -> Sequence[bytes]:
+    if len(pieces) == 1:
+        return hashes[pieces[0][0] : pieces[0][1]]
+    return [key for start, stop in pieces for key in hashes[start:stop]]
+
+
+def _parents(slots: Int64Array, pieces: list[tuple[int, int]], outer: list[int]) -> Int64Array:
+    """Each slot's parent: the one before it in its piece, or what the piece as a whole extends."""
+    parents = np.empty_like(slots)
+    parents[1:] = slots[:-1]
+    at = 0
+    for (start, stop), parent in zip(pieces, outer, strict=True):
+        parents[at] = parent
+        at += stop - start
+    return parents
+
+
+def _remove(table: Table, keys: Collection[bytes]) -> None:
+    deque(map(table.__delitem__, keys), maxlen=0)
+
+
+def _equal(what: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise InvariantError(f"the host tier does not add up: {what}: found {found}, expected {expected}")

@@ -1,0 +1,226 @@
+"""What a runner and its I/O worker say to each other, and the wire between their processes.
+
+In: words from ``core``. Out: small tuples that pickle compactly, and ``Channel``, which carries lists of them
+over a socket pair. Never: a decision, a thread, a payload byte (those lie in the host region).
+
+A channel connects a process with the program it has started itself, over a socket pair nobody else has, which
+is why pickle is good enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import socket
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from orlop.core import Outcome
+from orlop.errors import ConfigError
+from orlop.tiering.base import ChunkStore
+
+OUTCOMES = tuple(Outcome)
+"""Outcomes by code: a report carries one byte per key."""
+
+OUTCOME_CODES = {outcome: code for code, outcome in enumerate(OUTCOMES)}
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSpec:
+    """How to make a ChunkStore where it is going to run: ``factory`` is ``module:callable``, called with ``kwargs``."""
+
+    factory: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self) -> ChunkStore:
+        """Import the factory and call it. ``ConfigError`` where there is no such thing; else what it raises."""
+        module_name, _, name = self.factory.partition(":")
+        try:
+            make = getattr(importlib.import_module(module_name), name)
+        except (ImportError, AttributeError, ValueError) as e:
+            raise ConfigError(
+                f"store factory: found {self.factory!r} ({e}), expected 'module:callable' that can be imported"
+            ) from e
+        store = make(**self.kwargs)
+        if not isinstance(store, ChunkStore):
+            raise ConfigError(f"store factory {self.factory!r}: found a {type(store).__name__}, expected a ChunkStore")
+        return store
+
+
+@dataclass(frozen=True, slots=True)
+class IoOptions:
+    """``threads`` move bytes, ``lookup_threads`` answer lookups. A transfer that has waited in the worker's queue
+
+    for longer than ``load_wait_s`` or ``store_wait_s`` when its turn comes is not tried any more. ``name``: the
+    tier's, for logs.
+    """
+
+    name: str
+    threads: int = 4
+    lookup_threads: int = 2
+    load_wait_s: float = 5.0
+    store_wait_s: float = 30.0
+
+
+# --- to the worker ------------------------------------------------------------------------------------
+
+
+class Hello(NamedTuple):
+    """The first message."""
+
+    spec: StoreSpec
+    options: IoOptions
+
+
+class Transfer(NamedTuple):
+    """One TierJob, less what only the engine's side needs."""
+
+    job_id: int
+    load: bool
+    group: int
+    keys: tuple[bytes, ...]
+    slots: tuple[int, ...]
+    payload_bytes: int
+    digest: bytes
+    generation: bytes
+    salt: bytes
+
+
+class Ask(NamedTuple):
+    """A lookup of packed OffloadKeys."""
+
+    lookup_id: int
+    keys: tuple[bytes, ...]
+    digest: bytes
+    stop_at_miss: bool
+
+
+class Touch(NamedTuple):
+    """Keys that were of use. Never answered."""
+
+    keys: tuple[bytes, ...]
+    digest: bytes
+
+
+class Clear(NamedTuple):
+    """Forget everything; answered by ``Cleared`` with the same number."""
+
+    number: int
+
+
+class Bye(NamedTuple):
+    """The last message: finish what is queued, close the store, end."""
+
+
+# --- from the worker ----------------------------------------------------------------------------------
+
+
+class Ready(NamedTuple):
+    """The store is built."""
+
+
+class NotReady(NamedTuple):
+    """The store could not be built. ``permanent``: a setting that can never work."""
+
+    text: str
+    permanent: bool
+
+
+class Answer(NamedTuple):
+    """To an ``Ask``. ``trouble``: why nothing was found where that is the store's fault, else empty."""
+
+    lookup_id: int
+    found: bytes
+    trouble: str = ""
+
+
+class Report(NamedTuple):
+    """To a ``Transfer``: one code of ``OUTCOMES`` per key.
+
+    ``failed``: it counts against the store. ``damaged``: reasons of envelopes that did not verify.
+    """
+
+    job_id: int
+    codes: bytes
+    nbytes: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+    failed: bool = False
+    damaged: tuple[str, ...] = ()
+    released: bool = True
+
+
+class Cleared(NamedTuple):
+    number: int
+
+
+class StoreStats(NamedTuple):
+    """The store's own counters, now and then."""
+
+    values: Mapping[str, float]
+
+
+ToWorker = Transfer | Ask | Touch | Clear | Bye
+FromWorker = Ready | NotReady | Answer | Report | Cleared | StoreStats
+
+
+# --- the wire -----------------------------------------------------------------------------------------
+
+_LENGTH_BYTES = 4
+
+
+class Channel:
+    """Lists of messages over one end of a stream socket pair. One thread sends, one receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        _channels.add(self)
+
+    def send(self, messages: list[Any]) -> None:
+        """Blocks until the kernel has taken all of it. ``OSError``: the other side is gone."""
+        body = pickle.dumps(messages, protocol=5)
+        self._sock.sendall(len(body).to_bytes(_LENGTH_BYTES, "little") + body)
+
+    def receive(self) -> list[Any]:
+        """The next list. ``EOFError``: the other side is gone, perhaps in the middle of a word."""
+        length = int.from_bytes(self._exactly(_LENGTH_BYTES), "little")
+        messages: list[Any] = pickle.loads(self._exactly(length))
+        return messages
+
+    def hang_up(self) -> None:
+        """Wakes whoever is blocked in ``send`` or ``receive``, on both sides."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Let go of the descriptor. Nobody may be inside ``send`` or ``receive``."""
+        self._sock.close()
+
+    def _exactly(self, nbytes: int) -> bytes:
+        buffer = bytearray(nbytes)
+        rest = memoryview(buffer)
+        while rest:
+            try:
+                n = self._sock.recv_into(rest)
+            except OSError as e:
+                raise EOFError(str(e)) from e
+            if n == 0:
+                raise EOFError("the other side has closed")
+            rest = rest[n:]
+        return bytes(buffer)
+
+
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+def _close_in_fork() -> None:
+    """A fork of this process must not keep the wire open, or the other side never learns of our end."""
+    for channel in list(_channels):
+        channel.close()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)

@@ -1,0 +1,619 @@
+"""The work loop beside the stores: queues, threads, envelopes; the same in the I/O process and in threads.
+
+In: messages of ``io_messages``, the host region, a StoreSpec. Out: exactly one report per transfer and one answer
+per lookup while it lives, through ``send``. Never: a socket, a policy, a retry, an exception that ends a thread
+for the sake of a store.
+
+::
+
+    Ask ------> lookup queue --> lookup threads --> store.contains, in growing batches up to the first miss
+    Transfer -> parts of up to 4 MiB or 32 chunks
+                load queue  \\
+                             > I/O threads, loads first --> read_into, verify | build headers, write
+                store queue /
+    Clear ----> all queues emptied, running parts waited for --> scan, delete
+
+Stores never take the last I/O thread, so that a slow write delays no load (where there is more than one). A store
+that cannot be built answers every job with why, and is tried again by the next one: the breaker on the other side
+makes that rare.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import islice
+
+from orlop.core import PAGE_BYTES, Namespace, Outcome
+from orlop.errors import ConfigError, EnvelopeError, MissingExtra, StoreError
+from orlop.host.region import HostRegion
+from orlop.tiering import envelope
+from orlop.tiering.base import ChunkStore
+from orlop.tiering.io_messages import (
+    OUTCOME_CODES,
+    Answer,
+    Ask,
+    Bye,
+    Clear,
+    Cleared,
+    FromWorker,
+    IoOptions,
+    NotReady,
+    Ready,
+    Report,
+    StoreSpec,
+    StoreStats,
+    Touch,
+    ToWorker,
+    Transfer,
+)
+
+log = logging.getLogger(__name__)
+
+PART_BYTES = 4 << 20
+PART_CHUNKS = 32
+FIRST_PROBE = 32
+LARGEST_PROBE = 1024
+MOST_TOUCHES = 256
+STATS_EVERY_S = 1.0
+CLEAR_RETRY_S = 1.0
+DELETE_BATCH = 256
+
+KEPT_REASONS = frozenset(
+    {envelope.Reason.VERSION, envelope.Reason.FOREIGN_NAMESPACE, envelope.Reason.FOREIGN_GENERATION}
+)
+"""What verifies as somebody else's, or as another version's, is a miss and stays."""
+
+SOURCE_REASON = "source_checksum"
+"""What was to be stored does not match the region's own table."""
+
+FAILURES = frozenset({Outcome.NO_SPACE, Outcome.DENIED, Outcome.IO_ERROR, Outcome.TIMEOUT, Outcome.UNAVAILABLE})
+"""Outcomes that count against a store."""
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """What an exception of a store means for the keys of its call."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return Outcome.NO_SPACE
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return Outcome.DENIED
+    return Outcome.TIMEOUT if isinstance(error, TimeoutError) else Outcome.IO_ERROR
+
+
+def one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+class _Job:
+    """A transfer that is being worked on, and what is known of it so far."""
+
+    __slots__ = ("began", "codes", "damaged", "failed", "left", "nbytes", "reason", "received", "transfer")
+
+    def __init__(self, transfer: Transfer, parts: int, now: float) -> None:
+        self.transfer = transfer
+        self.left = parts
+        self.codes = bytearray(len(transfer.keys))
+        self.nbytes = 0
+        self.reason = ""
+        self.failed = False
+        self.damaged: tuple[str, ...] = ()
+        self.received = now
+        self.began = 0.0
+        """When its first part began; 0 before."""
+
+
+class _Part:
+    """Chunks ``start .. stop - 1`` of a job."""
+
+    __slots__ = ("job", "start", "stop")
+
+    def __init__(self, job: _Job, start: int, stop: int) -> None:
+        self.job = job
+        self.start = start
+        self.stop = stop
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+
+class IoWorker:
+    """One store and its threads. ``handle`` may be called from one thread at a time and never waits for I/O.
+
+    ``send`` is called from any of the worker's threads and returns at once. ``ended`` is called once, after the
+    last message: after ``Bye`` has been obeyed, or because a thread died of a fault of this program.
+    """
+
+    def __init__(
+        self,
+        spec: StoreSpec,
+        options: IoOptions,
+        region: HostRegion,
+        send: Callable[[FromWorker], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self._spec = spec
+        self._options = options
+        self._region = region
+        self._send = send
+        self._ended = ended
+        self._store: ChunkStore | None = None
+        self._building = threading.Lock()
+        # One lock for the queues and counts below, never held during I/O, and one bell per kind of thread.
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._asked = threading.Condition(self._lock)
+        self._clearing = threading.Condition(self._lock)
+        self._loads: deque[_Part] = deque()
+        self._stores: deque[_Part] = deque()
+        self._touches: deque[Touch] = deque()
+        self._asks: deque[Ask] = deque()
+        self._loading = 0
+        self._storing = 0
+        self._clears: deque[Clear] = deque()
+        self._closing = False
+        self._abandoned = False
+        self._next_stats = 0.0
+        self._threads: list[threading.Thread] = []
+
+    # --- from outside -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the threads; the first thing one of them does is to build the store."""
+        self._spawn(self._build_first, "build")
+        for i in range(max(1, self._options.threads)):
+            self._spawn(self._move_parts, f"io-{i}")
+        for i in range(max(1, self._options.lookup_threads)):
+            self._spawn(self._answer_asks, f"lookup-{i}")
+        self._spawn(self._clear_when_told, "clear")
+
+    def handle(self, message: ToWorker) -> None:
+        """Take one message; nothing once the worker is abandoned."""
+        if self._abandoned:
+            return
+        if isinstance(message, Transfer):
+            self._take_transfer(message)
+        elif isinstance(message, Ask):
+            self._take_ask(message)
+        elif isinstance(message, Touch):
+            with self._lock:
+                if len(self._touches) < MOST_TOUCHES:
+                    self._touches.append(message)
+                    self._work.notify()
+        elif isinstance(message, Clear):
+            self._take_clear(message)
+        elif isinstance(message, Bye):
+            with self._lock:
+                self._closing = True
+                self._wake_all()
+            threading.Thread(target=self._guard, args=(self._finish,), name="orlop-io-finish", daemon=True).start()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Whether, at latest after ``timeout_s`` (None: however long), no thread of this worker touches the region."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def abandon(self) -> None:
+        """Start nothing any more; threads end when what they are in the middle of ends."""
+        with self._lock:
+            self._closing = self._abandoned = True
+            for queue in (self._loads, self._stores, self._touches, self._asks, self._clears):
+                queue.clear()
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        for bell in (self._work, self._asked, self._clearing):
+            bell.notify_all()
+
+    # --- taking messages ----------------------------------------------------------------------------
+
+    def _take_transfer(self, transfer: Transfer) -> None:
+        count = len(transfer.keys)
+        step = max(1, min(PART_CHUNKS, PART_BYTES // max(1, transfer.payload_bytes)))
+        starts = range(0, count, step)
+        job = _Job(transfer, len(starts), time.monotonic())
+        with self._lock:
+            if not self._clears:
+                queue = self._loads if transfer.load else self._stores
+                queue.extend(_Part(job, start, min(start + step, count)) for start in starts)
+                self._work.notify(len(starts))
+                return
+        self._forget(transfer)
+
+    def _forget(self, transfer: Transfer) -> None:
+        """Answer a transfer that a clear has overtaken."""
+        outcome = Outcome.MISSING if transfer.load else Outcome.UNAVAILABLE
+        codes = bytes([OUTCOME_CODES[outcome]]) * len(transfer.keys)
+        self._send(Report(transfer.job_id, codes, reason="the tier is being cleared"))
+
+    def _take_ask(self, ask: Ask) -> None:
+        with self._lock:
+            if not self._clears:
+                self._asks.append(ask)
+                self._asked.notify()
+                return
+        self._send(Answer(ask.lookup_id, bytes(len(ask.keys))))
+
+    def _take_clear(self, clear: Clear) -> None:
+        with self._lock:
+            self._clears.append(clear)
+            parts = [*self._loads, *self._stores]
+            asks = list(self._asks)
+            for queue in (self._loads, self._stores, self._asks, self._touches):
+                queue.clear()
+            self._clearing.notify()
+        for part in parts:
+            outcome = Outcome.MISSING if part.job.transfer.load else Outcome.UNAVAILABLE
+            self._part_done(part, [outcome] * part.count, "the tier is being cleared", tried=False)
+        for ask in asks:
+            self._send(Answer(ask.lookup_id, bytes(len(ask.keys))))
+
+    # --- transfers ----------------------------------------------------------------------------------
+
+    def _move_parts(self) -> None:
+        headers = _HeaderPages(PART_CHUNKS)
+        while (work := self._next_work()) is not None:
+            if isinstance(work, Touch):
+                self._touch(work)
+                continue
+            try:
+                self._move(work, headers)
+            finally:
+                self._leave(work)
+            self._maybe_stats()
+
+    def _next_work(self) -> _Part | Touch | None:
+        """The next part, loads first; None once there is nothing left to wait for."""
+        most_storing = max(1, self._options.threads - 1)
+        with self._lock:
+            while True:
+                if self._loads:
+                    self._loading += 1
+                    return self._loads.popleft()
+                if self._stores and self._storing < most_storing:
+                    self._storing += 1
+                    return self._stores.popleft()
+                if self._touches:
+                    return self._touches.popleft()
+                if self._closing and not self._stores and not self._clears:
+                    return None
+                self._work.wait()
+
+    def _leave(self, part: _Part) -> None:
+        with self._lock:
+            if part.job.transfer.load:
+                self._loading -= 1
+            else:
+                self._storing -= 1
+                self._work.notify()  # one more may store
+            if self._clears:
+                self._clearing.notify()
+            if self._closing:
+                self._work.notify_all()
+
+    def _move(self, part: _Part, headers: _HeaderPages) -> None:
+        job = part.job
+        now = time.monotonic()
+        job.began = job.began or now
+        limit_s = self._options.load_wait_s if job.transfer.load else self._options.store_wait_s
+        if now - job.received > limit_s:
+            self._part_done(part, [Outcome.TIMEOUT] * part.count, f"waited more than {limit_s:g} s in the queue")
+            return
+        try:
+            store = self._get_store()
+        except BaseException as e:
+            self._part_done(part, [Outcome.UNAVAILABLE] * part.count, f"the store cannot be opened: {one_line(e)}")
+            return
+        damaged: list[str] = []
+        call = self._load_part if job.transfer.load else self._store_part
+        try:
+            outcomes, reason = call(store, job.transfer, part.start, part.stop, headers, damaged), ""
+        except BaseException as e:  # whatever a store raises is that job's trouble alone
+            outcomes, reason = [outcome_of(e)] * part.count, one_line(e)
+        self._part_done(part, outcomes, reason, damaged)
+
+    def _load_part(
+        self,
+        store: ChunkStore,
+        transfer: Transfer,
+        start: int,
+        stop: int,
+        headers: _HeaderPages,
+        damaged: list[str],
+    ) -> list[Outcome]:
+        keys = transfer.keys[start:stop]
+        slots = transfer.slots[start:stop]
+        names = [transfer.digest + key for key in keys]
+        with self._views(slots, transfer.payload_bytes) as views:
+            heads = headers.of(len(keys))
+            outcomes = _checked(store.read_into(names, heads, views), len(keys))
+            for i, outcome in enumerate(outcomes):
+                if outcome is Outcome.OK:
+                    outcomes[i] = self._verify(transfer, keys[i], slots[i], heads[i], views[i], damaged)
+                elif outcome is Outcome.CORRUPT:
+                    damaged.append(envelope.Reason.LENGTH)
+        broken = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is Outcome.CORRUPT]
+        if broken:
+            _delete_quietly(store, broken)
+        return outcomes
+
+    def _verify(
+        self,
+        transfer: Transfer,
+        key: bytes,
+        slot: int,
+        header: memoryview,
+        payload: memoryview,
+        damaged: list[str],
+    ) -> Outcome:
+        try:
+            checksums = envelope.verify(
+                header,
+                payload,
+                namespace=Namespace(transfer.digest, transfer.generation),
+                key=key,
+                payload_bytes=transfer.payload_bytes,
+                parts=self._parts(transfer.group),
+            )
+        except EnvelopeError as e:
+            damaged.append(str(e.reason))
+            return Outcome.MISSING if e.reason in KEPT_REASONS else Outcome.CORRUPT
+        # Whoever reads the slot next, a device or another tier, finds the checksums of what is there now.
+        self._region.checksums[slot] = checksums
+        return Outcome.OK
+
+    def _store_part(
+        self,
+        store: ChunkStore,
+        transfer: Transfer,
+        start: int,
+        stop: int,
+        headers: _HeaderPages,
+        damaged: list[str],
+    ) -> list[Outcome]:
+        keys = transfer.keys[start:stop]
+        slots = transfer.slots[start:stop]
+        namespace = Namespace(transfer.digest, transfer.generation)
+        outcomes = [Outcome.OK] * len(keys)
+        with self._views(slots, transfer.payload_bytes) as views:
+            heads = headers.of(len(keys))
+            whole: list[int] = []
+            for i, slot in enumerate(slots):
+                checksums = self._region.checksums[slot].tolist()
+                if self._part_checksums(transfer.group, views[i]) != checksums:
+                    # They were never whole, or somebody wrote to a pinned slot: nothing to keep, nothing to remove.
+                    damaged.append(SOURCE_REASON)
+                    outcomes[i] = Outcome.CORRUPT
+                    continue
+                envelope.build(
+                    heads[i],
+                    namespace=namespace,
+                    key=keys[i],
+                    salt=transfer.salt,
+                    payload_bytes=transfer.payload_bytes,
+                    part_checksums=checksums,
+                )
+                whole.append(i)
+            if whole:
+                names = [transfer.digest + keys[i] for i in whole]
+                written = store.write(names, [heads[i] for i in whole], [views[i] for i in whole])
+                for i, outcome in zip(whole, _checked(written, len(whole)), strict=True):
+                    outcomes[i] = outcome
+        return outcomes
+
+    def _parts(self, group: int) -> list[tuple[int, int]]:
+        layout = self._region.layout
+        return [(layout.part_offset(rank, group), layout.part_bytes(rank, group)) for rank in range(layout.ranks)]
+
+    def _part_checksums(self, group: int, payload: memoryview) -> list[int]:
+        return [envelope.part_checksum(payload[offset : offset + n]) for offset, n in self._parts(group)]
+
+    @contextmanager
+    def _views(self, slots: Sequence[int], nbytes: int) -> Iterator[list[memoryview]]:
+        """Views of slots that are let go of afterwards, so that nobody touches a slot whose job is over."""
+        views: list[memoryview] = []
+        try:
+            views.extend(self._region.view(slot, nbytes) for slot in slots)
+            yield views
+        finally:
+            for view in views:
+                # A store that still has an array over it breaks its contract; its outcomes count all the same.
+                with suppress(BufferError):
+                    view.release()
+
+    def _part_done(
+        self,
+        part: _Part,
+        outcomes: Sequence[Outcome],
+        reason: str = "",
+        damaged: Sequence[str] = (),
+        *,
+        tried: bool = True,
+    ) -> None:
+        job = part.job
+        with self._lock:
+            job.codes[part.start : part.stop] = bytes(OUTCOME_CODES[outcome] for outcome in outcomes)
+            job.nbytes += outcomes.count(Outcome.OK) * job.transfer.payload_bytes
+            job.failed |= tried and not FAILURES.isdisjoint(outcomes)
+            job.reason = job.reason or reason
+            job.damaged += tuple(damaged)
+            job.left -= 1
+            if job.left:
+                return
+        self._send(_report(job, time.monotonic()))
+
+    # --- lookups ------------------------------------------------------------------------------------
+
+    def _answer_asks(self) -> None:
+        while (ask := self._next_ask()) is not None:
+            try:
+                answer = Answer(ask.lookup_id, self._probe(self._get_store(), ask))
+            except BaseException as e:  # a lookup that fails finds nothing
+                answer = Answer(ask.lookup_id, bytes(len(ask.keys)), one_line(e))
+            self._send(answer)
+            self._maybe_stats()
+
+    def _next_ask(self) -> Ask | None:
+        with self._lock:
+            while not self._asks:
+                if self._closing:
+                    return None
+                self._asked.wait()
+            return self._asks.popleft()
+
+    def _probe(self, store: ChunkStore, ask: Ask) -> bytes:
+        """Most runs miss early or are there in whole: begin small, double while everything is there."""
+        found = bytearray()
+        size = FIRST_PROBE if ask.stop_at_miss else len(ask.keys)
+        while len(found) < len(ask.keys):
+            keys = ask.keys[len(found) : len(found) + size]
+            there = store.contains([ask.digest + key for key in keys])
+            if len(there) != len(keys):
+                raise StoreError(f"contains: found {len(there)} answers, expected {len(keys)}")
+            found += bytes(map(bool, there))
+            if ask.stop_at_miss and (miss := found.find(0)) >= 0:
+                return bytes(found[: miss + 1])
+            size = min(2 * size, LARGEST_PROBE)
+        return bytes(found)
+
+    def _touch(self, touch: Touch) -> None:
+        try:
+            self._get_store().touch([touch.digest + key for key in touch.keys])
+        except BaseException as e:  # costs the keys some recency and nobody an answer
+            log.debug("tier %s: touch: %s", self._options.name, one_line(e))
+
+    # --- clear --------------------------------------------------------------------------------------
+
+    def _clear_when_told(self) -> None:
+        """Runs each clear once no part is running: one that still writes could bring back what is removed."""
+        while (clear := self._next_clear()) is not None:
+            while not self._cleared():
+                with self._lock:
+                    if self._clearing.wait_for(lambda: self._closing, CLEAR_RETRY_S):
+                        self._clears.clear()
+                        self._work.notify_all()
+                        return
+            with self._lock:
+                if self._clears:
+                    self._clears.popleft()
+                self._work.notify_all()
+            self._send(Cleared(clear.number))
+
+    def _cleared(self) -> bool:
+        try:
+            _delete_all(self._get_store())
+        except BaseException as e:
+            log.warning("tier %s: clear: %s; nothing is served, trying again", self._options.name, one_line(e))
+            return False
+        return True
+
+    def _next_clear(self) -> Clear | None:
+        with self._lock:
+            while not self._clears or self._loading or self._storing:
+                if self._closing and not self._clears:
+                    return None
+                self._clearing.wait()
+            return self._clears[0]
+
+    # --- the store and the threads ------------------------------------------------------------------
+
+    def _build_first(self) -> None:
+        try:
+            self._get_store()
+        except BaseException as e:
+            self._send(NotReady(one_line(e), isinstance(e, ConfigError | MissingExtra)))
+
+    def _get_store(self) -> ChunkStore:
+        if self._store is not None:
+            return self._store
+        with self._building:
+            if self._store is None:
+                self._store = self._spec.build()
+                self._send(Ready())
+            return self._store
+
+    def _maybe_stats(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if self._store is None or now < self._next_stats:
+                return
+            self._next_stats = now + STATS_EVERY_S
+        try:
+            self._send(StoreStats(dict(self._store.stats())))
+        except BaseException as e:
+            log.debug("tier %s: stats: %s", self._options.name, one_line(e))
+
+    def _spawn(self, target: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=self._guard, args=(target,), name=f"orlop-{name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _guard(self, target: Callable[[], None]) -> None:
+        """A thread that dies of a fault of ours ends the worker: half a worker would lose jobs silently."""
+        try:
+            target()
+        except BaseException:
+            log.exception("tier %s: a thread of the I/O worker died", self._options.name)
+            self._ended()
+
+    def _finish(self) -> None:
+        self.join()
+        if self._store is not None:
+            try:
+                self._store.close()
+            except BaseException as e:
+                log.warning("tier %s: close: %s", self._options.name, one_line(e))
+        self._ended()
+
+
+def _report(job: _Job, now: float) -> Report:
+    return Report(
+        job.transfer.job_id,
+        bytes(job.codes),
+        job.nbytes,
+        now - job.began if job.began else 0.0,
+        job.reason or ", ".join(sorted(set(job.damaged))),
+        job.failed,
+        job.damaged,
+    )
+
+
+def _checked(outcomes: Sequence[Outcome], count: int) -> list[Outcome]:
+    """A store that answers for more or fewer keys than it was asked has answered for none."""
+    if len(outcomes) != count:
+        raise StoreError(f"found {len(outcomes)} outcomes, expected {count}, one per key")
+    return [Outcome(outcome) for outcome in outcomes]
+
+
+def _delete_quietly(store: ChunkStore, names: Sequence[bytes]) -> None:
+    try:
+        store.delete(names)
+    except BaseException as e:  # what cannot be removed does not verify next time either
+        log.debug("removing %d damaged chunks: %s", len(names), one_line(e))
+
+
+def _delete_all(store: ChunkStore) -> None:
+    """Batch by batch: a scan may see what is removed meanwhile, never miss what was there before it began."""
+    chunks = store.scan()
+    while batch := [chunk.key for chunk in islice(chunks, DELETE_BATCH)]:
+        store.delete(batch)
+
+
+class _HeaderPages:
+    """Room for the headers of one part, aligned for direct I/O; one per thread, used again for each part."""
+
+    def __init__(self, count: int) -> None:
+        pages = memoryview(mmap.mmap(-1, count * PAGE_BYTES))
+        self._pages = [pages[i * PAGE_BYTES : (i + 1) * PAGE_BYTES] for i in range(count)]
+
+    def of(self, count: int) -> list[memoryview]:
+        return self._pages[:count]

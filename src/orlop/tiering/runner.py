@@ -1,0 +1,634 @@
+"""A SecondaryTierManager over any ChunkStore: bounded queues, breaker, counters, exactly one report per job.
+
+In: jobs and lookups on the engine's thread; a StoreSpec, the host region. Out: reports and answers on the engine's
+thread. Never: on the engine's thread a file, a socket, or a lock that I/O may hold; a deadline of a job (those are the
+manager's); a look into a chunk.
+
+::
+
+    engine's thread          sender thread             I/O worker (a process, or threads)
+    submit, lookup --posted--> remembers, sends ---------> queues, threads, store
+    get_*     <---arrived----- owner thread: receives, <-- reports, answers
+                               starts the worker again
+
+Between the engine's thread and the other two there are only a SimpleQueue and a deque. What the sender has taken is
+in ``_Pump``'s table until the worker reports it or the worker is dead, whichever is first: taken out once, reported
+once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from orlop.core import Namespace, Outcome, ReqContext, TierAnswer, TierJob, TierResult, TransferKind
+from orlop.errors import ConfigError
+from orlop.host.region import HostRegion
+from orlop.tiering.base import SecondaryTierManager
+from orlop.tiering.breaker import Breaker, BreakerOptions, BreakerState
+from orlop.tiering.io_links import Link, open_link
+from orlop.tiering.io_messages import (
+    OUTCOME_CODES,
+    OUTCOMES,
+    Answer,
+    Ask,
+    Bye,
+    Clear,
+    Cleared,
+    FromWorker,
+    IoOptions,
+    NotReady,
+    Ready,
+    Report,
+    StoreSpec,
+    StoreStats,
+    Touch,
+    ToWorker,
+    Transfer,
+)
+
+log = logging.getLogger(__name__)
+
+SEND_BATCH = 256
+KILL_GRACE_S = 1.0
+"""How long a killed I/O process may take to die; one that waits in the kernel for a dead mount takes longer."""
+
+LOG_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """Settings of one tier's runner. Sizes in bytes, times in seconds.
+
+    ``queue_bytes`` and ``load_queue_bytes`` bound what is submitted and not reported, by kind of job; one job that
+    is larger than its bound goes when nothing else is there. ``most_lookups`` bounds unanswered lookups;
+    one that is older than ``lookup_limit_s`` is answered with nothing found and counts as a time-out.
+    ``load_wait_s`` and ``store_wait_s``: a transfer that waited longer for its turn is not tried. ``max_retired``:
+    slots retired past their deadline above which the breaker opens. ``restart_s`` is the first pause before a dead
+    I/O process is started again, doubled up to ``max_restart_s``.
+    """
+
+    name: str
+    threads: int = 4
+    lookup_threads: int = 2
+    queue_bytes: int = 256 << 20
+    load_queue_bytes: int = 1 << 30
+    most_lookups: int = 1024
+    most_posted: int = 4096
+    lookup_limit_s: float = 5.0
+    load_wait_s: float = 5.0
+    store_wait_s: float = 30.0
+    max_retired: int = 64
+    breaker: BreakerOptions = field(default_factory=BreakerOptions)
+    restart_s: float = 0.1
+    max_restart_s: float = 30.0
+
+    def io_options(self) -> IoOptions:
+        """The part of it that the worker needs."""
+        return IoOptions(self.name, self.threads, self.lookup_threads, self.load_wait_s, self.store_wait_s)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A submitted job until it is reported. ``forgotten``: a clear has come since."""
+
+    job: TierJob
+    ticket: int
+    forgotten: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.job.keys) * self.job.payload_bytes
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A lookup until it is answered."""
+
+    keys: int
+    ticket: int
+    at: float
+
+
+class TierRunner(SecondaryTierManager):
+    """One secondary tier. Starts its I/O worker at once and returns without waiting for it.
+
+    ``clock`` is the monotonic clock whose readings the caller passes as ``now``. ``notify`` is called on a thread
+    of the runner whenever a report or an answer has come; it must return at once.
+    """
+
+    def __init__(
+        self,
+        options: RunnerOptions,
+        region: HostRegion,
+        store: StoreSpec,
+        *,
+        io_process: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        notify: Callable[[], None] | None = None,
+    ) -> None:
+        self.name = options.name
+        self._options = options
+        self._clock = clock
+        self._breaker = Breaker(options.breaker, self._on_breaker)
+        self._open: dict[int, _Open] = {}
+        self._open_bytes = {TransferKind.STORE: 0, TransferKind.LOAD: 0}
+        self._asked: dict[int, _Asked] = {}
+        self._results: list[TierResult] = []
+        self._answers: list[TierAnswer] = []
+        self._released: list[int] = []
+        self._counters: Counter[str] = Counter()
+        self._seconds = {TransferKind.STORE: 0.0, TransferKind.LOAD: 0.0}
+        self._store_stats: Mapping[str, float] = {}
+        self._hung = 0
+        self._clears = 0
+        self._namespace: Namespace | None = None
+        self._closed = False
+        self._was_closed = True
+        self._log_again = float("-inf")
+        self._pump = _Pump(options, region, store, io_process=io_process, notify=notify or _nobody)
+
+    # --- start -------------------------------------------------------------------------------------
+
+    def wait_ready(self, timeout_s: float) -> str | None:
+        """None once the store is open; else one line on why it is not. Waits; for start-up only.
+
+        ``ConfigError``: it can never work with these settings.
+        """
+        return self._pump.wait_ready(timeout_s)
+
+    # --- lookups -----------------------------------------------------------------------------------
+
+    def lookup_prefix(
+        self,
+        lookup_id: int,
+        keys: Sequence[bytes],
+        context: ReqContext,
+        *,
+        namespace: Namespace,
+        stop_at_miss: bool = True,
+        now: float,
+    ) -> TierAnswer | None:
+        self._crank(now)
+        self._namespace = namespace
+        self._counters["chunks_queried"] += len(keys)
+        if self._closed or not keys or len(self._asked) >= self._options.most_lookups:
+            self._counters["lookups_refused"] += 1
+            return TierAnswer(lookup_id, bytes(len(keys)))
+        ticket = self._breaker.admit(now)
+        if ticket is None:
+            self._counters["lookups_refused"] += 1
+            return TierAnswer(lookup_id, bytes(len(keys)))
+        self._asked[lookup_id] = _Asked(len(keys), ticket, now)
+        self._pump.post(Ask(lookup_id, tuple(keys), namespace.digest, stop_at_miss))
+        return None
+
+    def get_answers(self) -> Sequence[TierAnswer]:
+        self._crank(self._clock())
+        answers, self._answers = self._answers, []
+        return answers
+
+    # --- jobs --------------------------------------------------------------------------------------
+
+    def submit_store(self, job: TierJob, *, now: float) -> None:
+        self._submit(job, self._options.queue_bytes, "stores_dropped", now)
+
+    def submit_load(self, job: TierJob, *, now: float) -> None:
+        self._submit(job, self._options.load_queue_bytes, "loads_refused", now)
+
+    def _submit(self, job: TierJob, bound: int, refused: str, now: float) -> None:
+        self._crank(now)
+        self._namespace = job.namespace
+        entry = _Open(job, -1)
+        queued = self._open_bytes[job.kind]
+        reason = ""
+        if self._closed:
+            reason = "the tier is shut down"
+        elif queued and queued + entry.nbytes > bound:
+            reason = f"the queue is full: {queued} of {bound} bytes"
+        elif (ticket := self._breaker.admit(now)) is None:
+            reason = "the breaker is open"
+        else:
+            entry.ticket = ticket
+        if reason:
+            self._counters[refused] += 1
+            self._results.append(TierResult(job.job_id, (Outcome.UNAVAILABLE,) * len(job.keys), reason=reason))
+            return
+        self._open[job.job_id] = entry
+        self._open_bytes[job.kind] += entry.nbytes
+        self._pump.post(job)
+
+    def get_finished_jobs(self) -> Sequence[TierResult]:
+        self._crank(self._clock())
+        results, self._results = self._results, []
+        return results
+
+    def get_released_jobs(self) -> Sequence[int]:
+        self._crank(self._clock())
+        released, self._released = self._released, []
+        return released
+
+    # --- the rest of the contract --------------------------------------------------------------------
+
+    def touch(self, keys: Sequence[bytes], context: ReqContext) -> None:
+        if self._namespace is None or self._closed or self._breaker.state is not BreakerState.CLOSED:
+            return
+        if self._pump.posted() < self._options.most_posted:
+            self._pump.post(Touch(tuple(keys), self._namespace.digest))
+
+    def on_schedule_end(self, *, now: float) -> None:
+        self._crank(now)
+        while self._asked:
+            lookup_id, oldest = next(iter(self._asked.items()))
+            if now - oldest.at <= self._options.lookup_limit_s:
+                return
+            del self._asked[lookup_id]
+            self._counters["lookups_timed_out"] += 1
+            self._answers.append(TierAnswer(lookup_id, bytes(oldest.keys)))
+            self._breaker.failed(oldest.ticket, now, "lookups are not answered")
+
+    def note_hung(self, count: int, *, now: float) -> None:
+        more = count > self._hung
+        self._hung = count
+        if count > self._options.max_retired:
+            self._breaker.trip(now, f"{count} slots are past their deadline")
+        elif more:
+            self._breaker.stalled(now, "jobs are past their deadline")
+
+    def get_stats(self) -> Mapping[str, float]:
+        """See docs: ``*_bytes`` gauges of the queues, ``breaker_state`` 0 closed, 1 half-open, 2 open."""
+        load, store = TransferKind.LOAD, TransferKind.STORE
+        return {
+            **{f"store_{name}": value for name, value in self._store_stats.items()},
+            **self._counters,
+            "read_seconds": self._seconds[load],
+            "written_seconds": self._seconds[store],
+            "queue_bytes": self._open_bytes[store],
+            "load_queue_bytes": self._open_bytes[load],
+            "open_jobs": len(self._open),
+            "open_lookups": len(self._asked),
+            "breaker_state": int(self._breaker.state),
+            "breaker_opened": self._breaker.opened,
+            "io_restarts": self._pump.restarts,
+        }
+
+    def clear(self) -> None:
+        """What was asked for before is answered with nothing found; the worker removes the bytes."""
+        self._clears += 1
+        now = self._clock()
+        for lookup_id, asked in self._asked.items():
+            self._answers.append(TierAnswer(lookup_id, bytes(asked.keys)))
+            self._breaker.withdraw(asked.ticket, now)
+        self._asked.clear()
+        for entry in self._open.values():
+            entry.forgotten = True
+        self._pump.post(Clear(self._clears))
+
+    def shutdown(self, deadline_s: float) -> None:
+        """Waits, for ``deadline_s`` and the moment that killing takes. Reports are there to be read afterwards."""
+        if self._closed:
+            return
+        self._closed = True
+        self._pump.shutdown(deadline_s)
+        self._crank(self._clock())
+
+    # --- what has come --------------------------------------------------------------------------------
+
+    def _crank(self, now: float) -> None:
+        arrived = self._pump.arrived
+        while arrived:
+            message = arrived.popleft()
+            if isinstance(message, _Settled):
+                self._take_report(message.report, now, message.released)
+            elif isinstance(message, Answer):
+                self._take_answer(message, now)
+            elif isinstance(message, NotReady):
+                self._breaker.trip(now, message.text)
+            elif isinstance(message, StoreStats):
+                self._store_stats = message.values
+            elif isinstance(message, _Released):
+                self._released.append(message.job_id)
+
+    def _take_report(self, report: Report, now: float, released: bool) -> None:
+        entry = self._open.pop(report.job_id, None)
+        if entry is None:
+            self._counters["unknown_reports"] += 1
+            return
+        kind = entry.job.kind
+        self._open_bytes[kind] -= entry.nbytes
+        outcomes = tuple(OUTCOMES[code] for code in report.codes)
+        if entry.forgotten:
+            gone = Outcome.MISSING if kind is TransferKind.LOAD else Outcome.UNAVAILABLE
+            outcomes = tuple(gone if outcome is Outcome.OK else outcome for outcome in outcomes)
+        self._count(report, kind, outcomes)
+        if report.failed:
+            self._log_failure(report, kind, now)
+            self._breaker.failed(entry.ticket, now, report.reason)
+        elif Outcome.UNAVAILABLE in outcomes:
+            self._breaker.withdraw(entry.ticket, now)
+        else:
+            self._breaker.succeeded(entry.ticket, now)
+        self._results.append(
+            TierResult(report.job_id, outcomes, report.nbytes, report.seconds, report.reason, released)
+        )
+
+    def _count(self, report: Report, kind: TransferKind, outcomes: Sequence[Outcome]) -> None:
+        verb = "read" if kind is TransferKind.LOAD else "written"
+        self._counters[f"{verb}_bytes"] += report.nbytes
+        self._seconds[kind] += report.seconds
+        for outcome, n in Counter(outcomes).items():
+            self._counters[f"{verb}_{outcome}"] += n
+        for reason in report.damaged:
+            self._counters[f"damaged_{reason}"] += 1
+
+    def _take_answer(self, answer: Answer, now: float) -> None:
+        asked = self._asked.pop(answer.lookup_id, None)
+        if asked is None:
+            self._counters["late_answers"] += 1
+            return
+        self._answers.append(TierAnswer(answer.lookup_id, answer.found))
+        self._counters["chunks_hit"] += answer.found.count(1)
+        if answer.trouble:
+            self._counters["lookups_failed"] += 1
+            self._breaker.failed(asked.ticket, now, answer.trouble)
+        else:
+            self._breaker.succeeded(asked.ticket, now, transfer=False)
+
+    def _log_failure(self, report: Report, kind: TransferKind, now: float) -> None:
+        if now < self._log_again:
+            return
+        self._log_again = now + LOG_EVERY_S
+        log.warning("tier %s: a %s failed: %s", self.name, kind, report.reason)
+
+    def _on_breaker(self, state: BreakerState, reason: str) -> None:
+        """One line when it opens, one when it closes; probes in between are silent."""
+        if state is BreakerState.CLOSED:
+            log.warning("tier %s: in service again", self.name)
+        elif state is BreakerState.OPEN and self._was_closed:
+            log.warning("tier %s: out of service (%s); requests go on without it", self.name, reason)
+        self._was_closed = state is BreakerState.CLOSED
+
+
+def _nobody() -> None:
+    """For a runner whose owner polls."""
+
+
+# --- between the engine's thread and the worker ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """A report, of the worker or in its place, and whether the slots are free."""
+
+    report: Report
+    released: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Released:
+    job_id: int
+
+
+Posted = TierJob | Ask | Touch | Clear | Bye
+
+
+class _Pump:
+    """Two threads between the engine's and the worker: a sender, and an owner who receives and restarts.
+
+    ``_lock`` guards the link and the tables of what the worker owes; the engine's thread never takes it.
+    """
+
+    def __init__(
+        self,
+        options: RunnerOptions,
+        region: HostRegion,
+        spec: StoreSpec,
+        *,
+        io_process: bool,
+        notify: Callable[[], None],
+    ) -> None:
+        self.arrived: deque[_Settled | _Released | Answer | NotReady | StoreStats] = deque()
+        self.restarts = 0
+        self._options = options
+        self._region = region
+        self._spec = spec
+        self._io_process = io_process
+        self._notify = notify
+        self._posted: queue.SimpleQueue[Posted] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._link: Link | None = None
+        self._jobs: dict[int, TierJob] = {}
+        self._asks: dict[int, Ask] = {}
+        self._clear: Clear | None = None
+        self._bye_taken = False
+        self._given_up = False
+        self._stopping = threading.Event()
+        self._first_try = threading.Event()
+        self._settled = threading.Event()
+        self._decided = threading.Event()
+        self._not_ready: NotReady | None = None
+        self._sender = threading.Thread(target=self._send, name=f"orlop-{options.name}-send", daemon=True)
+        self._owner = threading.Thread(target=self._own, name=f"orlop-{options.name}-own", daemon=True)
+        self._sender.start()
+        self._owner.start()
+
+    # --- engine's thread ------------------------------------------------------------------------------
+
+    def post(self, message: Posted) -> None:
+        self._posted.put(message)
+
+    def posted(self) -> int:
+        return self._posted.qsize()
+
+    def wait_ready(self, timeout_s: float) -> str | None:
+        if not self._decided.wait(timeout_s):
+            return f"tier {self._options.name}: the store did not open within {timeout_s:g} s"
+        trouble = self._not_ready
+        if trouble is None:
+            return None
+        text = f"tier {self._options.name}: {trouble.text}"
+        if trouble.permanent:
+            raise ConfigError(text)
+        return text
+
+    def shutdown(self, deadline_s: float) -> None:
+        self._stopping.set()
+        self._posted.put(Bye())
+        if not self._settled.wait(deadline_s):
+            with self._lock:
+                self._given_up = True
+                link = self._link
+            if link is not None:
+                link.kill()
+            self._settled.wait()
+        self._sender.join()
+
+    # --- sender ---------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        self._first_try.wait()
+        while not self._bye_taken:
+            batch = [self._posted.get()]
+            while len(batch) < SEND_BATCH and not self._posted.empty():
+                batch.append(self._posted.get())
+            with self._lock:
+                link = self._link
+                for message in batch:
+                    self._remember(message)
+                if link is None:
+                    self._settle("the I/O process is not running", released=True)
+            if link is None:
+                self._notify()
+                continue
+            with self._sending:
+                try:
+                    link.send([_word(message) for message in batch])
+                except OSError:
+                    log.debug("tier %s: the I/O process is gone; its owner settles", self._options.name)
+
+    def _remember(self, message: Posted) -> None:
+        if isinstance(message, TierJob):
+            self._jobs[message.job_id] = message
+        elif isinstance(message, Ask):
+            self._asks[message.lookup_id] = message
+        elif isinstance(message, Clear):
+            self._clear = message
+        elif isinstance(message, Bye):
+            self._bye_taken = True
+
+    # --- owner ----------------------------------------------------------------------------------------
+
+    def _own(self) -> None:
+        pause_s = self._options.restart_s
+        while True:
+            was_ready = self._live_once()
+            self._first_try.set()
+            if was_ready:
+                pause_s = self._options.restart_s
+            if self._stopping.wait(pause_s):
+                break
+            pause_s = min(2 * pause_s, self._options.max_restart_s)
+            self.restarts += 1
+        self._settled.set()
+
+    def _live_once(self) -> bool:
+        """One life of the worker, from start to death; whether its store was open."""
+        try:
+            link = open_link(self._spec, self._options.io_options(), self._region, process=self._io_process)
+        except Exception as e:  # no memory, no descriptors, no process: comes back like a dead one
+            self._not_started(f"the I/O process cannot be started: {type(e).__name__}: {e}")
+            return False
+        self._publish(link)
+        was_ready = self._receive_all(link)
+        gone = link.end(KILL_GRACE_S)
+        reason = f"the I/O process is dead: {link.epitaph()}"
+        with self._lock:
+            self._link = None
+            held = [] if gone else list(self._jobs)
+            self._settle(reason, released=gone)
+        if not self._stopping.is_set():
+            log.warning("tier %s: %s; starting it again", self._options.name, reason)
+            if not was_ready:
+                self._not_started(reason)
+        self._notify()
+        if not gone:
+            self._outlive(link, held)
+        with self._sending:
+            link.close()
+        return was_ready
+
+    def _publish(self, link: Link) -> None:
+        """From here on the sender uses it. A clear that an earlier worker did not finish goes first."""
+        with self._sending:
+            with self._lock:
+                self._link = link
+                clear = self._clear
+                unwanted = self._bye_taken or self._given_up
+            if unwanted:
+                link.kill()
+            elif clear is not None:
+                with contextlib.suppress(OSError):
+                    link.send([clear])
+        self._first_try.set()
+
+    def _receive_all(self, link: Link) -> bool:
+        was_ready = False
+        while True:
+            try:
+                messages = link.receive()
+            except EOFError:
+                return was_ready
+            for message in messages:
+                was_ready |= isinstance(message, Ready)
+                self._take(message)
+            self._notify()
+
+    def _take(self, message: FromWorker) -> None:
+        if isinstance(message, Report):
+            with self._lock:
+                known = self._jobs.pop(message.job_id, None)
+            if known is not None:
+                self.arrived.append(_Settled(message))
+        elif isinstance(message, Answer):
+            with self._lock:
+                asked = self._asks.pop(message.lookup_id, None)
+            if asked is not None:
+                self.arrived.append(message)
+        elif isinstance(message, Cleared):
+            with self._lock:
+                if self._clear is not None and self._clear.number == message.number:
+                    self._clear = None
+        elif isinstance(message, Ready):
+            self._not_ready = None
+            self._decided.set()
+        elif isinstance(message, NotReady):
+            self._not_started(message.text, permanent=message.permanent)
+        else:
+            self.arrived.append(message)
+
+    def _not_started(self, text: str, *, permanent: bool = False) -> None:
+        self._not_ready = NotReady(text, permanent)
+        self._decided.set()
+        self.arrived.append(self._not_ready)
+
+    def _settle(self, reason: str, *, released: bool) -> None:
+        """Report all that the worker owes, in its place. Under the lock."""
+        for job in self._jobs.values():
+            codes = bytes([OUTCOME_CODES[Outcome.UNAVAILABLE]]) * len(job.keys)
+            self.arrived.append(_Settled(Report(job.job_id, codes, reason=reason, failed=True), released))
+        for ask in self._asks.values():
+            self.arrived.append(Answer(ask.lookup_id, bytes(len(ask.keys)), reason))
+        self._jobs.clear()
+        self._asks.clear()
+
+    def _outlive(self, link: Link, held: Sequence[int]) -> None:
+        """What could not be ended may still touch its slots: wait with this thread, not with the engine's."""
+        if self._stopping.is_set():
+            self._settled.set()
+        link.wait_gone()
+        self.arrived.extend(_Released(job_id) for job_id in held)
+        self._notify()
+
+
+def _word(message: Posted) -> ToWorker:
+    """What travels of a posted message."""
+    if not isinstance(message, TierJob):
+        return message
+    return Transfer(
+        message.job_id,
+        message.kind is TransferKind.LOAD,
+        message.group,
+        message.keys,
+        tuple(message.slots.tolist()),
+        message.payload_bytes,
+        message.namespace.digest,
+        message.namespace.generation,
+        message.salt,
+    )

@@ -1,0 +1,95 @@
+"""What is written about the project is true: commands exist, generated pages are fresh, no page leads nowhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+TEXTS = [
+    path
+    for folder in ("src", "tests", "tools", "bench", "docs", ".ci")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.is_file() and path.suffix in ("", ".py", ".md", ".toml", ".txt", ".json", ".yml")
+] + [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]
+
+
+def makefile_targets() -> set[str]:
+    return set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_make_command_in_a_page_exists(page: Path) -> None:
+    code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", page.read_text(encoding="utf-8"), re.DOTALL))
+    named = set(re.findall(r"\bmake ([a-z][\w-]*)", code))
+    assert named <= makefile_targets(), f"{page.name} names {sorted(named - makefile_targets())}"
+
+
+def test_the_readme_begins_with_two_commands_that_exist() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.search(r"```\w*\nmake setup\nmake demo\n```", readme)
+
+
+def test_the_check_calls_only_what_exists() -> None:
+    called = set(re.findall(r"^make ([\w-]+)", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE))
+    assert {"test", "lint", "types", "demo", "test-vllm-scheduler"} <= called <= makefile_targets()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_link_between_pages_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("tool", ["settings_reference", "fault_table"])
+def test_a_generated_page_is_up_to_date(tool: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / f"{tool}.py"), "--check"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_file_names_a_machine() -> None:
+    """Paths of a developer's machine mean nothing anywhere else."""
+    machine = re.compile(r"(?<![\w.])/" + r"(?:work|home|root|Users)/\w")
+    wrong = []
+    for path in TEXTS:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        wrong += [f"{path.relative_to(ROOT)}: {m.group()}" for m in machine.finditer(text)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_example_of_the_readme_is_accepted() -> None:
+    import json
+
+    from orlop.config import OrlopConfig
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```json\n(.*?)```", readme, re.DOTALL)
+    assert examples
+    for example in examples:
+        assert OrlopConfig.load(json.loads(example), environ={}).tiers
+
+
+def test_the_package_needs_neither_torch_nor_vllm() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = {re.split(r"[<>=\[ ]", line)[0] for line in project["dependencies"]}
+    assert not needed & {"torch", "vllm", "obstore", "valkey-glide-sync"}
+
+
+def test_the_vllm_environment_installs_what_the_package_needs() -> None:
+    """It installs the package without dependencies, so that nothing of vLLM's own set moves."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for line in project["dependencies"]:
+        assert f"'{line}'" in makefile
