@@ -13,8 +13,20 @@ from typing import Any
 import numpy as np
 from mock_worker import MockWorker
 
-from orlop.core import KeyRun, Lookup, PrefixAnswer, ReqContext, Reservation, StorePlan, TransferKind
+from orlop.core import (
+    FIRST_GENERATION,
+    KeyRun,
+    Lookup,
+    Namespace,
+    PrefixAnswer,
+    ReqContext,
+    Reservation,
+    StorePlan,
+    TransferKind,
+)
+from orlop.host.tier import HostTier
 from orlop.tiering.base import OffloadingManager
+from orlop.tiering.manager import TieringManager, TieringOptions
 
 Key = tuple[int, bytes]
 
@@ -99,9 +111,7 @@ class PlainManager(OffloadingManager):
         for slot in slots:
             self._pins[slot] = self._pins.get(slot, 0) + 1
         hashes = tuple(run.hashes[c] for c in chunks)
-        made = Reservation(
-            0, kind, context, run.group, hashes, np.array(chunks, np.int64), np.array(slots, np.int64)
-        )
+        made = Reservation(0, kind, context, run.group, hashes, np.array(chunks, np.int64), np.array(slots, np.int64))
         self._open[made] = self._resets
         return made
 
@@ -148,9 +158,9 @@ class PlainManager(OffloadingManager):
     def shutdown(self, *, now: float, deadline_s: float) -> None:
         pass
 
-    def check(self, reservations: Sequence[Reservation]) -> None:
+    def check(self, open_reservations: Sequence[Reservation]) -> None:
         """Every slot is in one place, and the open reservations are those that the scheduler half has."""
-        assert set(reservations) == set(self._open), "reservations taken and known differ"
+        assert set(open_reservations) == set(self._open), "reservations taken and known differ"
         pinned = {s for r in self._open for s in r.slots.tolist()}
         places = [*self._free, *(set(self._ready.values()) | pinned)]
         assert sorted(places) == list(range(self._slots)), "a slot is lost, or in two places"
@@ -204,3 +214,21 @@ class Watch:
 
 class WatchedPlainManager(Watch, PlainManager):
     """The plain manager under watch."""
+
+
+class WatchedTieringManager(Watch, TieringManager):
+    """The real manager under watch."""
+
+
+def plain_manager(slots: int) -> WatchedPlainManager:
+    return WatchedPlainManager(slots)
+
+
+def tiering_manager(slots: int) -> WatchedTieringManager:
+    """The real manager over a real host tier without secondary tiers, for up to two KV groups."""
+    options = TieringOptions(payload_bytes=(4096, 4096))
+
+    def namespace(generation: bytes) -> Namespace:
+        return Namespace(generation, generation)
+
+    return WatchedTieringManager(HostTier(slots), [], namespace, FIRST_GENERATION, options)
