@@ -54,7 +54,7 @@ class Link(ABC):
 
     def epitaph(self) -> str:
         """How the worker ended, for the log."""
-        return "its threads have ended"
+        return "the I/O threads have ended"
 
 
 class ProcessLink(Link):
@@ -104,7 +104,8 @@ class ProcessLink(Link):
 
     def epitaph(self) -> str:
         code = self._process.returncode
-        return f"it was ended by signal {-code}" if code is not None and code < 0 else f"it ended with status {code}"
+        end = f"by signal {-code}" if code is not None and code < 0 else f"with status {code}"
+        return f"the I/O process has ended {end}"
 
 
 def _start(socket_fd: int, region_fd: int) -> subprocess.Popen[bytes]:
