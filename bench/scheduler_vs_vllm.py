@@ -30,20 +30,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "vllm_scheduler"))
 
-import adapter
 import numpy
 import vllm
-from adapter import BLOCK_TOKENS, EngineSizes, Joined, KVConnectorOutput, Reports
+import vllm_adapter as adapter
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
+from vllm_adapter import BLOCK_TOKENS, EngineSizes, Joined, KVConnectorOutput, Reports
+from vllm_watch import make_manager
 
 from orlop.core import JobReport
-from orlop.host.tier import HostTier
 from orlop.scheduler.scheduler import OffloadingConnectorScheduler, SchedulerOptions
-from orlop.tiering.manager import TieringManager
 
 HOOKS = (
     "get_num_new_matched_tokens",
@@ -101,9 +100,7 @@ class Ours:
     name = "Orlop"
 
     def scheduler(self, sizes: EngineSizes, slots: int, folder: Path) -> Any:
-        half = OffloadingConnectorScheduler(
-            sizes.geometry(blocks_per_chunk=1), TieringManager(HostTier(slots), tiers=[]), SchedulerOptions()
-        )
+        half = OffloadingConnectorScheduler(sizes.geometry(blocks_per_chunk=1), make_manager(slots), SchedulerOptions())
         joined = Joined(half, time.monotonic, lambda: os.urandom(16))
         return adapter.build_scheduler(sizes, joined, folder)
 
@@ -207,16 +204,9 @@ class Rig:
         raise AssertionError(f"{self.side.name}: still busy after 1,000 steps")
 
     def abort(self, request: Request) -> None:
-        self.scheduler.finish_requests(request.request_id, adapter_status())
+        self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
         self.drain()
         assert self.scheduler.reset_prefix_cache()
-
-
-def adapter_status() -> Any:
-    """The status of an aborted request."""
-    from vllm.v1.request import RequestStatus
-
-    return RequestStatus.FINISHED_ABORTED
 
 
 def make_rigs(sizes: EngineSizes, slots: int) -> list[Rig]:
@@ -326,7 +316,7 @@ def _one_long_hit(rig: Rig, hashes: Sequence[bytes], first: Row, again: Row, all
     for _ in range(4):
         rig.step()
         again.samples[name] += rig.took_us["get_num_new_matched_tokens"]
-    rig.scheduler.finish_requests(blocker.request_id, adapter_status())
+    rig.scheduler.finish_requests(blocker.request_id, RequestStatus.FINISHED_ABORTED)
     rig.step()
     assert rig._loads, f"{name}: the prompt was not loaded"
     alloc.samples[name].append(max(rig.took_us["update_state_after_alloc"]))
@@ -379,7 +369,8 @@ def _one_store_and_load(
 
 
 def machine() -> str:
-    models = [line.split(":", 1)[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return f"{models[0] if models else platform.processor()}, {os.cpu_count()} cores, {platform.system()}"
 
 

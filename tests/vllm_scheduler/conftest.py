@@ -1,16 +1,16 @@
-"""These tests need vLLM (its CPU build will do); without it they are skipped by name.
+"""What the tests of this folder share; they need vLLM (its CPU build will do) and are skipped by name without it.
 
-In: nothing. Out: one model folder per test session. Never: a model hub.
+In: nothing. Out: one model folder per test. Never: a model hub.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import os
 from pathlib import Path
 
 import pytest
 
-collect_ignore_glob: list[str] = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 @pytest.fixture

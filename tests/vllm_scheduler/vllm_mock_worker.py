@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from adapter import BLOCK_TOKENS, VOCABULARY, WINDOW_TOKENS, KVConnectorOutput, Reports
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm_adapter import BLOCK_TOKENS, VOCABULARY, WINDOW_TOKENS, KVConnectorOutput, Reports
 
 from orlop.core import GroupTransfer, Int64Array, JobReport, OffloadingConnectorMetadata, TransferJob, TransferKind
 
@@ -90,8 +90,6 @@ class Transfer:
 
     job: TransferJob
     epoch: int
-    fresh_from: int
-    """The epoch before which what it stores must not have been computed."""
     not_before_step: int = 0
     done: bool = False
     ok: bool = True
@@ -133,17 +131,15 @@ class MockWorker:
         self.seen = Sightings()
         self.device = np.full((blocks, BLOCK_TOKENS), GARBAGE, dtype=np.int64)
         self.device_epoch = np.zeros((blocks, BLOCK_TOKENS), dtype=np.int64)
+        """Per cell the epoch of the oldest KV that it was computed from."""
         self.host = np.full((slots, blocks_per_chunk, BLOCK_TOKENS), GARBAGE, dtype=np.int64)
-        self.host_epoch = np.full(slots, -1, dtype=np.int64)
+        self.host_epoch = np.full(self.host.shape, -1, dtype=np.int64)
         self.slot_key: dict[int, tuple[int, bytes]] = {}
         """Key that each slot was last reserved for, as told by the watched manager."""
         self.known: dict[bytes, tuple[Prefix, int]] = {}
         """Engine hash -> text and the position at which it ends."""
-        self.lives: dict[str, int] = {}
-        """Request id -> number of its present life."""
-        self.holding: dict[tuple[str, int], int] = {}
-        """Lives that held KV when an epoch began, until they start again from nothing -> that epoch."""
         self.epoch = 0
+        """Number of resets so far."""
         self.valid_from = 0
         """Cells of an earlier epoch must not be read any more."""
         self.step = 0
@@ -153,19 +149,15 @@ class MockWorker:
 
     # --- what the walk tells us ----------------------------------------------------------------
 
-    def begin_life(self, req_id: str) -> None:
-        self.lives[req_id] = self.lives.get(req_id, 0) + 1
-
     def learn_hashes(self, text: Prefix, hashes: Sequence[bytes], known: int) -> int:
         """Remember what the hashes from index ``known`` on stand for; the new count."""
         for i in range(known, len(hashes)):
             self.known.setdefault(hashes[i], (text, (i + 1) * BLOCK_TOKENS))
         return len(hashes)
 
-    def begin_epoch(self, *, holding: Iterable[str], all_void: bool) -> None:
-        """The caches were reset while ``holding`` kept KV; ``all_void``: the device's too, and nobody keeps any."""
+    def begin_epoch(self, *, all_void: bool) -> None:
+        """The caches were reset; ``all_void``: the device's too, and no request keeps a block."""
         self.epoch += 1
-        self.holding.update(dict.fromkeys(((r, self.lives[r]) for r in holding), self.epoch))
         if all_void:
             self.valid_from = self.epoch
 
@@ -196,8 +188,7 @@ class MockWorker:
     def _accept(self, jobs: Iterable[TransferJob]) -> None:
         for job in jobs:
             assert job.job_id not in self.transfers, f"job {job.job_id} was sent twice"
-            fresh_from = max(self.valid_from, self.holding.get((job.req_id, self.lives[job.req_id]), 0))
-            self.transfers[job.job_id] = Transfer(job, self.epoch, fresh_from)
+            self.transfers[job.job_id] = Transfer(job, self.epoch)
             self.seen.add(f"{job.kind}s")
             self.seen.add("doomed", job.doomed)
 
@@ -245,20 +236,18 @@ class MockWorker:
         """Check all cells that attention reads, write the new ones; the sampled token, if any."""
         row = self.rows[req_id]
         stop = start + count
-        if start == 0:
-            self.holding.pop((req_id, self.lives[req_id]), None)
         assert stop <= len(row.text), f"{req_id}: {stop} tokens scheduled, {len(row.text)} known"
+        oldest = min(self.check_cells(req_id, row.text, g, table, start) for g, table in enumerate(row.tables))
         for group, table in enumerate(row.tables):
-            self.check_cells(req_id, row.text, group, table, start)
-            self._write(req_id, row.text, group, table, start, stop)
+            self._write(req_id, row.text, group, table, start, stop, oldest)
         if stop < len(row.text):
             return []
         token = row.text.next_token()
         row.text.extend((token,))
         return [token]
 
-    def check_cells(self, req_id: str, text: Prefix, group: int, table: Sequence[int], computed: int) -> None:
-        """Every cell that the token at ``computed`` would read holds what its prefix stands for."""
+    def check_cells(self, req_id: str, text: Prefix, group: int, table: Sequence[int], computed: int) -> int:
+        """Every cell that the token at ``computed`` would read holds what its prefix stands for; their oldest epoch."""
         window = self.windows[group]
         first = 0 if window is None else max(0, computed - window + 1)
         lo, hi = first // BLOCK_TOKENS, -(-computed // BLOCK_TOKENS)
@@ -274,14 +263,18 @@ class MockWorker:
                 f"{table[at // BLOCK_TOKENS]} holds something else"
             )
         epochs = self.device_epoch[blocks].reshape(-1)[first - lo * BLOCK_TOKENS : computed - lo * BLOCK_TOKENS]
-        assert (epochs >= self.valid_from).all(), f"step {self.step}, {req_id}: KV from before a reset was served"
+        oldest = int(epochs.min(initial=self.epoch))
+        assert oldest >= self.valid_from, f"step {self.step}, {req_id}: KV from before a reset was served"
+        return oldest
 
-    def _write(self, req_id: str, text: Prefix, group: int, table: Sequence[int], start: int, stop: int) -> None:
+    def _write(
+        self, req_id: str, text: Prefix, group: int, table: Sequence[int], start: int, stop: int, epoch: int
+    ) -> None:
         positions = np.arange(start, stop)
         blocks = np.asarray(table, dtype=np.int64)[positions // BLOCK_TOKENS]
         assert (blocks != 0).all(), f"{req_id}: group {group} writes the null block in {start} .. {stop}"
         self.device[blocks, positions % BLOCK_TOKENS] = text.cells(group, start, stop)
-        self.device_epoch[blocks, positions % BLOCK_TOKENS] = self.epoch
+        self.device_epoch[blocks, positions % BLOCK_TOKENS] = epoch
 
     # --- transfers ----------------------------------------------------------------------------------------
 
@@ -309,9 +302,9 @@ class MockWorker:
                 f"group {part.group}, which does not hold what its key stands for (any more)"
             )
             self.host[slot, offset] = self.device[block]
-            self.host_epoch[slot] = transfer.epoch
-            assert (self.device_epoch[block] >= transfer.fresh_from).all(), (
-                f"step {self.step}: {transfer.job.req_id} stored KV that was computed before the reset"
+            self.host_epoch[slot, offset] = self.device_epoch[block]
+            assert (self.device_epoch[block] >= transfer.epoch).all(), (
+                f"step {self.step}: {transfer.job.req_id} stores KV that comes from before the reset"
             )
 
     def _copy_in(self, transfer: Transfer, part: GroupTransfer, fails: bool) -> None:
@@ -326,11 +319,11 @@ class MockWorker:
                     f"step {self.step}: load job {transfer.job.job_id} of {transfer.job.req_id} reads slot {slot}, "
                     f"which does not hold what its key stands for"
                 )
-                assert self.host_epoch[slot] == transfer.epoch, (
+                assert (self.host_epoch[slot, offset] >= transfer.epoch).all(), (
                     f"step {self.step}: load job {transfer.job.job_id} serves what was stored before a reset"
                 )
             self.device[block] = self.host[slot, offset]
-            self.device_epoch[block] = self.epoch
+            self.device_epoch[block] = self.host_epoch[slot, offset]
 
     def _expected(self, slot: int, offset: int, group: int) -> Int64Array:
         key_group, block_hash = self.slot_key[slot]
