@@ -166,6 +166,8 @@ class MockWorker:
     def execute(self, output: Any, meta: OffloadingConnectorMetadata) -> ModelRunnerOutput:
         """Run one scheduler output: fences, forward, transfers; the sampled tokens, without a KV output."""
         self.step += 1
+        for req_id in output.finished_req_ids:  # first: the id may be back already
+            self.rows.pop(req_id, None)
         self._accept(job for job in meta.store_jobs if not job.after_compute)
         self._flush(meta.jobs_to_flush, {job.job_id for job in meta.store_jobs if job.after_compute})
         for job_id in meta.loads_to_fail:
@@ -176,8 +178,6 @@ class MockWorker:
         for transfer in self.transfers.values():
             if not transfer.done and self.rng.random() < self.dice.run_transfer:
                 self._run(transfer)
-        for req_id in output.finished_req_ids:
-            self.rows.pop(req_id, None)
         ids = list(output.num_scheduled_tokens)
         return ModelRunnerOutput(
             req_ids=ids,
