@@ -36,14 +36,25 @@ class RealClock:
 
 
 class Engine:
-    """One engine over both connector halves and a files tier in ``path``."""
+    """One engine over both connector halves and a tier: files in ``path``, or what ``tier`` says."""
 
-    def __init__(self, path: Path, name: str, groups: tuple[KVGroup, ...], ranks: int, **runner: Any) -> None:
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        groups: tuple[KVGroup, ...],
+        ranks: int,
+        tier: dict[str, Any] | None = None,
+        io_process: bool = True,
+        **runner: Any,
+    ) -> None:
+        files = {"type": "files", "path": str(path), "bytes": "2MiB", "deadline": {"lookup": "2s"}}
         config = OrlopConfig.load(
             {
                 "host": {"bytes": 24 * 4096 * ranks},
                 "blocks_per_chunk": 2,
-                "tiers": [{"type": "files", "path": str(path), "bytes": "2MiB", "deadline": {"lookup": "2s"}}],
+                "io_process": io_process,
+                "tiers": [tier or files],
             },
             environ={},
         )
