@@ -398,6 +398,24 @@ def test_a_failing_tier_goes_out_of_service_and_comes_back(
 
 
 @pytest.mark.fault("B109")
+def test_one_read_that_hangs_holds_up_no_other(make: Make, store: MemoryStore) -> None:
+    rig = make(threads=2)
+    rig.store(keys(50))
+    rig.results()
+    gate = Gate(store, "read_into")
+    hung = rig.load(keys(1))
+    gate.wait_reached()
+    del store.before
+    for i in range(1, 50):
+        rig.load([keys(50)[i]], 128 + i)
+    assert all(result.outcomes == (Outcome.OK,) for result in rig.results(49))
+    gate.open()
+    (late,) = rig.results()
+    assert late.job_id == hung.job_id
+    assert late.outcomes == (Outcome.OK,)
+
+
+@pytest.mark.fault("B109")
 def test_slots_past_their_deadline_open_the_breaker(make: Make) -> None:
     rig = make(max_retired=10, breaker=BreakerOptions(failures=3))
     for count in (1, 1, 1, 2):  # the same slots again are no news

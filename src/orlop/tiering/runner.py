@@ -418,7 +418,8 @@ Posted = TierJob | Ask | Touch | Clear | Bye
 class _Pump:
     """Two threads between the engine's and the worker: a sender, and an owner who receives and restarts.
 
-    ``_lock`` guards the link and the tables of what the worker owes; the engine's thread never takes it.
+    ``_lock`` guards the link and the tables of what the worker owes; the engine's thread takes it in ``shutdown`` only.
+    ``_sending`` is held while the link is written to, perhaps for long, so that nobody closes it under the sender.
     """
 
     def __init__(
