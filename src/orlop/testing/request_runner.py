@@ -42,7 +42,7 @@ class SchedulerHalf(Protocol):
     def update_connector_output(self, output: WorkerOutput, *, now: float) -> None: ...
     def request_finished(self, request: Any, *, now: float) -> tuple[bool, Any]: ...
     def has_pending_push_work(self) -> bool: ...
-    def reset_cache(self, generation: bytes, *, now: float) -> None: ...
+    def reset_cache(self, generation: bytes, *, now: float, device_cleared: bool = True) -> None: ...
     def take_events(self) -> Iterable[CacheEvent]: ...
     def get_stats(self) -> Mapping[str, float]: ...
     def check(self) -> None: ...
@@ -78,6 +78,7 @@ class EngineRequest:
     stop_after: int | None = None
     cache_salt: str | None = None
     skip_reading_prefix_cache: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
     num_in_flight_tokens: int = 0
@@ -298,6 +299,7 @@ class RequestRunner:
         cache_salt: str | None = None,
         skip_reading_prefix_cache: bool = False,
         stop_after: int | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
     ) -> EngineRequest:
         """A request arrives. An id may come back once its earlier stay has ended and is no longer loading."""
         req_id = req_id or f"r{len(self.requests)}"
@@ -306,6 +308,7 @@ class RequestRunner:
         request = EngineRequest(req_id, list(prompt_tokens), max_tokens, len(self.geometry.groups))
         request.cache_salt = cache_salt
         request.stop_after = stop_after
+        request.kv_transfer_params = kv_transfer_params
         request.skip_reading_prefix_cache = skip_reading_prefix_cache
         request.block_ids = [[] for _ in self.geometry.groups]
         request.num_cached = [0 for _ in self.geometry.groups]
@@ -332,14 +335,19 @@ class RequestRunner:
         assert request.status is Status.RUNNING, f"{req_id} is {request.status}, expected running"
         self._preempt(request)
 
-    def reset(self, generation: bytes | None = None, *, new_weights: bool = True) -> None:
-        """The prefix cache and the connector forget everything."""
+    def reset(
+        self, generation: bytes | None = None, *, new_weights: bool = True, device_cleared: bool = True
+    ) -> None:
+        """The connector forgets everything, and so does the prefix cache where it can (``device_cleared``)."""
         self._resets += 1
         self.device.weights += new_weights
-        self.pool.reset()
+        if device_cleared:
+            self.pool.reset()
         for request in self.requests.values():
             request.num_cached = [10**9 if request.num_computed_tokens else 0] * request.groups
-        self.scheduler.reset_cache(generation or self._resets.to_bytes(16, "little"), now=self.clock.now)
+        generation = generation or self._resets.to_bytes(16, "little")
+        how = {} if device_cleared else {"device_cleared": False}
+        self.scheduler.reset_cache(generation, now=self.clock.now, **how)
 
     # --- running -----------------------------------------------------------------------------------------
 

@@ -127,8 +127,9 @@ class _Part:
 class IoWorker:
     """One store and its threads. ``handle`` may be called from one thread at a time and never waits for I/O.
 
-    ``clock`` is monotonic seconds. ``send`` is called from any of the worker's threads and returns at once. ``ended`` is called once, after the
-    last message: after ``Bye`` has been obeyed, or because a thread died of a fault of this program.
+    ``send`` is called from any of the worker's threads and returns at once. ``ended`` is called once, after the
+    last message: after ``Bye`` has been obeyed, or because a thread died of a fault of this program. ``clock`` is
+    monotonic seconds.
     """
 
     def __init__(

@@ -673,6 +673,9 @@ class Pump:
         self._settled.set()  # all has been said; the sender answers whatever comes meanwhile
         link.wait_gone()
         self._settled.clear()
+        self._let_go(held)
+
+    def _let_go(self, held: Sequence[int]) -> None:
         self.arrived.extend(_Released(job_id) for job_id in held)
         self._notify()
 

@@ -1,0 +1,473 @@
+"""Everything that can happen to an engine and its tiers, in any order, and the books must add up after every step.
+
+In: a seed. Out: after each step the ten invariants of docs/internals/lifecycle.md as far as they can be recounted; at
+the end of each walk everything has ended and nothing is left. Never: an expectation of which request is served what.
+
+``STATEFUL_SEED``: a number for another run, ``random`` for one that differs each time (the seed is printed).
+``STATEFUL_WALKS``: how many walks, each of up to ``RULES`` rules.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from stateful_rig import FAULTS, Rig, Setup, WatchedTier, make
+
+from orlop.core import Geometry, JobReport, KVGroup, TransferJob, TransferKind, WorkerOutput
+from orlop.host.tier import SlotState
+from orlop.testing.request_runner import EngineRequest, StepOutput
+from orlop.testing.rig import FULL, HYBRID, PAIRS
+from orlop.tiering import io_worker
+
+MIXED = Geometry((KVGroup(0, 4), KVGroup(1, 8, sliding_window=12), KVGroup(2, 4, sliding_window=5)), 4, 2)
+GEOMETRIES = {"full": FULL, "pairs": PAIRS, "hybrid": HYBRID, "mixed": MIXED}
+
+SEED = os.environ.get("STATEFUL_SEED", "1")
+WALKS = int(os.environ.get("STATEFUL_WALKS", "110"))
+RULES = 60
+LEAST_STEPS = 5000
+BOUND = 400
+"""Steps within which all requests have ended and all is drained, once nothing new goes wrong."""
+
+MOST_LIVE = 6
+RESTART_AFTER = 8
+"""Steps until a dead I/O worker is started again."""
+
+BASES = [[random.Random(n).randint(0, 9) for _ in range(36)] for n in range(2)]
+TALLY: Counter[str] = Counter()
+"""What has happened in all walks together."""
+
+setups = st.builds(
+    Setup,
+    geometry=st.sampled_from(list(GEOMETRIES.values())),
+    ranks=st.sampled_from([1, 2]),
+    blocks=st.sampled_from([48, 72, 180]),
+    slots=st.sampled_from([40, 12, 4]),
+    tiers=st.sampled_from([1, 2, 0]),
+    async_scheduling=st.booleans(),
+    token_budget=st.sampled_from([16, 8, 64]),
+    prefix_caching=st.sampled_from([True, True, False]),
+    skip_empty_outputs=st.booleans(),
+    loads_before_forward=st.booleans(),
+    offload_decode=st.sampled_from([True, True, False]),
+    max_chunks_per_step=st.sampled_from([2048, 3, 1]),
+    max_promotions_per_step=st.sampled_from([2048, 2]),
+    store_deadline_s=st.sampled_from([2.0, 0.1]),
+    lookup_s=st.sampled_from([0.2, 0.03]),
+    promotion_s=st.sampled_from([1.0, 0.1]),
+    cascade_s=st.sampled_from([1.0, 0.1]),
+    keep_tiers_on_reset=st.booleans(),
+    store_after=st.sampled_from([1, 1, 2]),
+    threads=st.sampled_from([2, 1, 4]),
+    max_retired=st.sampled_from([64, 2]),
+    queue_chunks=st.sampled_from([64, 4]),
+    seed=st.integers(0, 1000),
+)
+kinds = st.sampled_from(list(TransferKind))
+indexes = st.integers(0, 7)
+
+
+class Walk(RuleBasedStateMachine):
+    """One engine with its tiers, from the first request to the last slot that is given back."""
+
+    rig: Rig
+
+    @initialize(setup=setups)
+    def start(self, setup: Setup) -> None:
+        self.rig = make(setup)
+        self.engine = self.rig.engine
+        self.held: set[tuple[TransferKind, int]] = set()
+        self.failing: set[tuple[TransferKind, int]] = set()
+        self.losing: set[int] = set()
+        self.failed: set[tuple[int, int]] = set()
+        self.lost: list[tuple[int, int]] = []
+        self.repeating = False
+        device = self.rig.device
+        device.hold = lambda job, rank: (job.kind, rank) in self.held
+        device.fail = self._fails
+        device.lose = self._loses
+        device.repeat = lambda job, rank: self.repeating
+        TALLY["walks"] += 1
+
+    def _fails(self, job: TransferJob, rank: int) -> bool:
+        if (job.kind, rank) in self.failing:
+            self.failed.add((job.job_id, rank))
+            return True
+        return False
+
+    def _loses(self, job: TransferJob, rank: int) -> bool:
+        if job.kind is TransferKind.STORE and rank in self.losing:
+            self.lost.append((job.job_id, rank))
+            return True
+        return False
+
+    # --- the engine -------------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> list[EngineRequest]:
+        return [*self.engine.waiting, *self.engine.running]
+
+    @precondition(lambda self: len(self.live) < MOST_LIVE)
+    @rule(
+        base=st.integers(0, 1),
+        cut=st.integers(1, 36),
+        tail=st.lists(st.integers(0, 9), max_size=5),
+        max_tokens=st.integers(1, 12),
+        stop_after=st.sampled_from([None, 1, 4]),
+        salt=st.sampled_from([None, None, None, "mine"]),
+        params=st.sampled_from([None, None, {"max_load_tokens": 8}, {"max_offload_tokens": 12}]),
+        again=st.one_of(st.none(), indexes),
+        skip=st.sampled_from([False, False, False, True]),
+    )
+    def add(
+        self,
+        base: int,
+        cut: int,
+        tail: list[int],
+        max_tokens: int,
+        stop_after: int | None,
+        salt: str | None,
+        params: dict[str, Any] | None,
+        again: int | None,
+        skip: bool,
+    ) -> None:
+        """A request arrives; ``again``: under an id that has been used, perhaps while its earlier life drains."""
+        gone = [r.request_id for r in self.engine.requests.values() if r.ended and r not in self.engine._held]
+        req_id = gone[-1 - again % len(gone)] if gone and again is not None else None
+        if req_id is not None:
+            draining = {state.context.req_id for state in self.rig.scheduler._req_status.values() if state.finished}
+            TALLY["ids used again"] += 1
+            TALLY["ids used again while draining"] += req_id in draining
+        self.engine.add(
+            BASES[base][:cut] + tail,
+            max_tokens,
+            req_id=req_id,
+            cache_salt=salt,
+            stop_after=stop_after,
+            kv_transfer_params=params,
+            skip_reading_prefix_cache=skip,
+        )
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self._step()
+
+    @rule(count=st.integers(1, 6))
+    def step_more(self, count: int) -> None:
+        self.step(count)
+
+    @precondition(lambda self: self.live)
+    @rule(which=indexes)
+    def abort(self, which: int) -> None:
+        request = self.live[which % len(self.live)]
+        TALLY[f"aborts while {request.status}"] += 1
+        self.engine.abort(request.request_id)
+
+    @precondition(lambda self: self.engine.running)
+    @rule(which=indexes)
+    def preempt(self, which: int) -> None:
+        self.engine.preempt(self.engine.running[which % len(self.engine.running)].request_id)
+
+    @rule(new_weights=st.booleans(), device_cleared=st.sampled_from([True, True, False]))
+    def reset(self, new_weights: bool, device_cleared: bool) -> None:
+        new_weights = new_weights and not self.rig.setup.keep_tiers_on_reset
+        TALLY["resets"] += 1
+        TALLY["resets with jobs in flight"] += bool(self.rig.scheduler._jobs)
+        TALLY["resets with tier jobs in flight"] += bool(self.rig.manager._transfer_jobs)
+        for tier in self.rig.tiers:
+            tier.resets += 1
+        self.engine.reset(new_weights=new_weights, device_cleared=device_cleared)
+        counts = self.rig.manager.host.counts()
+        assert counts[SlotState.READY] == counts[SlotState.RESERVED] == 0, "something from before is there"
+
+    @rule()
+    def forget_device(self) -> None:
+        """The device's prefix cache is lost to others, so that what comes next is loaded."""
+        self.engine.pool.reset()
+
+    @rule(seconds=st.sampled_from([0.05, 0.25, 1.5, 8.0, 100.0]))
+    def jump(self, seconds: float) -> None:
+        self.rig.clock.advance(seconds)
+
+    # --- the workers beside the device ------------------------------------------------------------------
+
+    @rule(kind=kinds, rank=st.integers(0, 1))
+    def hold_or_go_on(self, kind: TransferKind, rank: int) -> None:
+        """Reports of one direction and rank wait, or come again."""
+        self.held ^= {(kind, rank)}
+
+    @rule(kind=kinds, rank=st.integers(0, 1))
+    def fail_or_work(self, kind: TransferKind, rank: int) -> None:
+        self.failing ^= {(kind, rank)}
+
+    @rule(rank=st.integers(0, 1))
+    def lose_or_deliver(self, rank: int) -> None:
+        """Reports of stores get lost, or not."""
+        self.losing ^= {rank}
+
+    @rule(repeats=st.booleans(), reorders=st.booleans(), chance=st.sampled_from([1.0, 0.3]))
+    def handle_reports(self, repeats: bool, reorders: bool, chance: float) -> None:
+        self.repeating = repeats
+        self.rig.device.reorder = reorders
+        self.rig.device.crank_chance = chance
+
+    @precondition(lambda self: self.lost)
+    @rule(which=indexes)
+    def find_lost_report(self, which: int) -> None:
+        """A lost report comes after all: perhaps long after its deadline, a reset, or the end of its request."""
+        self._deliver(self.lost.pop(which % len(self.lost)))
+
+    def _deliver(self, lost: tuple[int, int]) -> None:
+        report = JobReport(*lost, ok=lost not in self.failed)
+        self.rig.device.delivered((report,))
+        self.rig.scheduler.update_connector_output(WorkerOutput(reports=(report,)), now=self.rig.clock.now)
+
+    # --- the tiers ----------------------------------------------------------------------------------------
+
+    def tier(self, which: int) -> WatchedTier:
+        return self.rig.tiers[which % len(self.rig.tiers)]
+
+    @precondition(lambda self: self.rig.tiers)
+    @rule(which=indexes, verb=st.sampled_from(["read", "write", "contains", "delete"]), what=indexes, times=indexes)
+    def trouble_store(self, which: int, verb: str, what: int, times: int) -> None:
+        """The next calls of a verb fail, or lie."""
+        faults = FAULTS[verb]
+        self.tier(which).store.faults[verb].extend([faults[(what + times) % len(faults)]] * (1 + times // 2))
+
+    @precondition(lambda self: self.rig.tiers)
+    @rule(which=indexes, last_first=st.booleans(), stuck=st.integers(0, 2))
+    def turn_by_hand(self, which: int, last_first: bool, stuck: int) -> None:
+        """One turn of each crank; the first verbs may hang."""
+        tier = self.tier(which)
+        tier.pump.send()
+        if tier.worker is not None:
+            began = tier.worker.begin(stuck=stuck)
+            TALLY["stuck verbs"] += min(began, stuck)
+            tier.worker.finish(last_first=last_first)
+        tier.pump.receive()
+
+    @precondition(lambda self: self.rig.tiers)
+    @rule(which=indexes)
+    def stop_or_go_by_itself(self, which: int) -> None:
+        self.tier(which).auto ^= True
+
+    @precondition(lambda self: self.rig.tiers)
+    @rule(which=indexes, count=st.integers(1, 4))
+    def hang(self, which: int, count: int) -> None:
+        """The next verbs hang, whenever they come."""
+        self.tier(which).to_hang += count
+
+    @precondition(lambda self: self.rig.tiers)
+    @rule(which=indexes)
+    def release(self, which: int) -> None:
+        """Verbs that hang come back."""
+        self.tier(which).to_hang = 0
+        TALLY["released verbs"] += self.tier(which).release()
+
+    @precondition(lambda self: any(tier.link for tier in self.rig.tiers))
+    @rule(which=indexes, outlives=st.booleans(), unheard=st.booleans(), reopens=st.sampled_from([True, True, False]))
+    def kill(self, which: int, outlives: bool, unheard: bool, reopens: bool) -> None:
+        """The I/O process dies, or cannot; its last words may be lost; its store may not open again for long."""
+        tier = self.tier(which)
+        if tier.link is None:
+            return
+        tier.store.refuses_to_open = not reopens
+        tier.link.outlives, tier.link.unheard = outlives, unheard
+        tier.link.kill()
+        tier.pump.receive()
+        tier.pump.receive()
+        TALLY["killed workers"] += 1
+        TALLY["killed workers that outlive it"] += tier.pump.dying is not None
+
+    @precondition(lambda self: self.rig.tiers)
+    @rule(which=indexes)
+    def clear_tier(self, which: int) -> None:
+        self.tier(which).clear()
+
+    # --- a step, and what holds after it ----------------------------------------------------------------
+
+    def _step(self) -> StepOutput:
+        for tier in self.rig.tiers:
+            if tier.auto:
+                tier.turn()
+            tier.restart_in_time(RESTART_AFTER)
+        output = self.engine.step()
+        TALLY["steps"] += 1
+        TALLY["preemptions"] += len(output.preempted_req_ids)
+        self._check_pending()
+        return output
+
+    @invariant()
+    def books(self) -> None:
+        if hasattr(self, "rig"):
+            TALLY["rules"] += 1
+            self.engine.check()
+            self._check_pending()
+
+    def _check_pending(self) -> None:
+        """There is push work if and only if a job is unsettled or something is owed: counted from outside."""
+        rig = self.rig
+        overdue = set(rig.manager._overdue)
+        tier_jobs = {i for tier in rig.tiers for i in tier.jobs if i not in overdue}
+        reports_to_read = {i for tier in rig.tiers for i in tier.reported & set(tier.jobs)} - overdue
+        assert not reports_to_read, f"jobs {reports_to_read} were reported and are neither settled nor overdue"
+        owed = bool(rig.scheduler._owed or rig.scheduler._current_batch_loads_to_fail)
+        unsettled = bool(rig.recorded.open) or bool(tier_jobs) or bool(rig.scheduler._jobs)
+        assert rig.scheduler.has_pending_push_work() == (unsettled or owed)
+
+    # --- the end --------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        try:
+            if sys.exc_info()[0] is None:
+                self._end()
+                self._count()
+        finally:
+            self.rig.close()
+
+    def _end(self) -> None:
+        """Nothing new goes wrong, and the clock runs: all ends within BOUND steps, and what hangs holds slots alone."""
+        rig = self.rig
+        self.held.clear()
+        self.failing.clear()
+        self.losing.clear()
+        self.repeating = False
+        rig.device.crank_chance = 1.0
+        for tier in rig.tiers:
+            tier.heal()
+        self.engine.step_s = 0.25
+        steps = self._run_until_idle()
+        TALLY["most steps to the end"] = max(TALLY["most steps to the end"], steps)
+        assert all(request.ended for request in self.engine.requests.values())
+        self._check_drained()
+        self._release_everything()
+
+    def _run_until_idle(self) -> int:
+        for steps in range(BOUND):
+            if self.engine.idle:
+                return steps
+            self._step()
+        raise AssertionError(f"not done after {BOUND} steps: {self.engine.describe()}")
+
+    def _check_drained(self) -> None:
+        rig = self.rig
+        self.engine.check_drained()
+        rig.recorded.check_all_ended()
+        for tier in rig.tiers:
+            assert not any(tier.lives.values()), f"{tier.name}: lives were never ended"
+        for name in ("_lives", "_transfer_jobs", "_noting"):
+            assert not getattr(rig.manager, name), f"the manager is left with {name}"
+        assert rig.manager.host.leased == 0
+        overdue = [job.order.slots for job in rig.manager._overdue.values()]
+        lost = [reservation.slots for reservation in rig.scheduler.open_reservations()]
+        theirs = {slot for slots in overdue + lost for slot in slots.tolist()}
+        assert rig.manager.host.counts()[SlotState.RETIRED] == len(theirs)
+        TALLY["slots retired at the end"] += len(theirs)
+
+    def _release_everything(self) -> None:
+        """What hung comes back and what was lost is found: then no slot is retired, and nobody touches any."""
+        rig = self.rig
+        for lost in self.lost:
+            self._deliver(lost)
+        self.lost.clear()
+        for tier in rig.tiers:
+            tier.to_hang = 0
+            tier.release()
+        for _ in range(RESTART_AFTER + 40):
+            self._step()
+        self._run_until_idle()
+        self._check_drained()
+        counts = rig.manager.host.counts()
+        assert counts[SlotState.RETIRED] == counts[SlotState.RESERVED] == 0, f"slots are left: {counts}"
+        for name in ("_overdue", "_asks", "_open", "_deadlines", "_lease_ends"):
+            assert not getattr(rig.manager, name), f"the manager is left with {getattr(rig.manager, name)}"
+        assert not rig.scheduler._overdue
+        assert not rig.memory.owners(), f"slots are still used by {rig.memory.owners()}"
+        for tier in rig.tiers:
+            assert not tier.jobs, f"{tier.name} is left with {tier.jobs}"
+            assert not tier.asked, f"{tier.name} never answered lookups {tier.asked}"
+            assert not tier.runner._open, f"{tier.name}: the runner is left with {tier.runner._open}"
+
+    def _count(self) -> None:
+        rig = self.rig
+        for tier in rig.tiers:
+            for name, count in (*tier.counts.items(), *tier.store.happened.items()):
+                TALLY[name] += count
+            TALLY["breakers opened"] += tier.runner._breaker.opened
+            for name in ("chunks_promoted", "chunks_cascaded", "promotion_failures", "cascade_failures"):
+                TALLY[name] += int(rig.manager.counters[f"{name} {tier.name}"])
+            stats = tier.get_stats()
+            for name in ("damaged_payload_checksum", "damaged_foreign_key", "lookups_timed_out"):
+                TALLY[name] += int(stats.get(name, 0))
+        for name in ("tier_deadlines_passed", "promotions_cut", "allocation_failures", "surprises"):
+            TALLY[name] += int(rig.manager.counters[name])
+        for name, count in rig.scheduler.counters.items():
+            TALLY[f"scheduler {name}"] += count
+        TALLY["retired stores released"] += rig.recorded.count("release")
+        for call in rig.recorded.calls:
+            if call.name == "complete_load":
+                TALLY["loads"] += 1
+                TALLY["loads of what a tier brought"] += bool(sum(call.what.origins.values()))
+
+
+HAPPENED = [
+    "chunks_promoted",
+    "chunks_cascaded",
+    "loads of what a tier brought",
+    "preemptions",
+    "resets with jobs in flight",
+    "resets with tier jobs in flight",
+    "tier_deadlines_passed",
+    "retired stores released",
+    "released late",
+    "reported while held",
+    "breakers opened",
+    "damaged_payload_checksum",
+    "damaged_foreign_key",
+    "ids used again while draining",
+    "aborts while waiting_for_load",
+]
+
+
+def run_walks(walks: int, seed_text: str) -> None:
+    number = random.SystemRandom().getrandbits(32) if seed_text == "random" else int(seed_text)
+    print(f"STATEFUL_SEED={number} STATEFUL_WALKS={walks}")
+    how = settings(
+        max_examples=walks,
+        stateful_step_count=RULES,
+        deadline=None,
+        database=None,
+        print_blob=True,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(seed(number)(Walk), settings=how)
+
+
+@pytest.mark.fault("B059")
+@pytest.mark.fault("B072")
+def test_whatever_happens_the_books_add_up_and_everything_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io_worker, "PART_CHUNKS", 2)
+    monkeypatch.setattr(io_worker, "FIRST_PROBE", 2)
+    run_walks(WALKS, SEED)
+    assert TALLY["steps"] >= LEAST_STEPS, f"found {TALLY['steps']} steps, expected at least {LEAST_STEPS}"
+    missing = [name for name in HAPPENED if not TALLY[name]]
+    assert not missing, f"none of the walks met {missing}: {dict(TALLY)}"
