@@ -1,4 +1,4 @@
-"""Real scheduler half, manager, host tier, runner and I/O worker over stores that misbehave; one thread, one fake clock.
+"""Real scheduler half, manager, host tier, runner and I/O worker over stores that misbehave, on one thread.
 
 In: a Setup. Out: a Rig: an engine to step, devices and stores to trouble, cranks to turn. Never: a thread, real time, a
 file; a choice of its own (what happens next is the caller's, from one seed).
@@ -10,6 +10,7 @@ envelope and what it brings is verified by the real code; a page that comes back
 from __future__ import annotations
 
 import errno
+import random
 import struct
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -120,9 +121,14 @@ FAULTS = {
 
 
 class TroubledStore(ChunkStore):
-    """A dictionary that does something else when told: each verb takes the next entry of its ``faults``."""
+    """A dictionary that does something else when told: each verb takes the next entry of its ``faults``.
 
-    def __init__(self) -> None:
+    ``chance`` of a call to do something else by itself, of ``dice``.
+    """
+
+    def __init__(self, dice: random.Random) -> None:
+        self.chance = 0.0
+        self.dice = dice
         self.kept: dict[bytes, tuple[bytes, bytes]] = {}
         self.faults: dict[str, deque[str]] = {verb: deque() for verb in FAULTS}
         self.refuses_to_open = False
@@ -131,6 +137,8 @@ class TroubledStore(ChunkStore):
 
     def _fault(self, verb: str) -> str:
         fault = self.faults[verb].popleft() if self.faults[verb] else ""
+        if not fault and self.dice.random() < self.chance:
+            fault = self.dice.choice(FAULTS[verb])
         if fault:
             self.happened[f"{verb} {fault}"] += 1
         if fault == "raises":
@@ -219,9 +227,12 @@ class WatchedTier(SecondaryTierManager):
     them only in between. What a tier says it has brought is compared with what its key stands for.
     """
 
-    def __init__(self, number: int, memory: RegionMemory, device: Device, clock: FakeClock, options: RunnerOptions):
+    def __init__(
+        self, memory: RegionMemory, device: Device, clock: FakeClock, options: RunnerOptions, dice: random.Random
+    ) -> None:
         self.name = options.name
-        self.store = _stores[self.name] = TroubledStore()
+        self.store = _stores[self.name] = TroubledStore(dice)
+        self.hang_chance = 0.0
         self.memory = memory
         self.device = device
         self.auto = True
@@ -237,7 +248,7 @@ class WatchedTier(SecondaryTierManager):
         """How many resets there were: what was asked for before the last one is nobody's."""
         self.to_hang = 0
         """How many of the next verbs hang."""
-        self._dead_steps = 0
+        self._dead_steps = self._closed_steps = 0
         self._resets_of: dict[int, int] = {}
         self.runner = TierRunner(
             options,
@@ -271,30 +282,63 @@ class WatchedTier(SecondaryTierManager):
             pass
         self.pump.receive()
 
+    def turn_once(self, *, last_first: bool) -> None:
+        """One turn of each crank."""
+        self.pump.send()
+        if self.worker is not None:
+            self._begin(self.worker)
+            self.worker.finish(last_first=last_first)
+        self.pump.receive()
+
     def _begin(self, worker: InlineWorker) -> int:
+        if self.store.dice.random() < self.hang_chance:
+            self.to_hang += 1
         began = worker.begin(stuck=self.to_hang)
+        self.counts["stuck verbs"] += min(began, self.to_hang)
         self.to_hang = max(0, self.to_hang - began)
         return began
 
     def restart_in_time(self, steps: int) -> None:
-        """Called once per step: a dead worker is started again after ``steps`` of them."""
+        """Once per step: a dead worker is started again after ``steps`` of them; a store opens after twice that."""
         dead = self.link is None and self.pump.dying is None
         self._dead_steps = self._dead_steps + 1 if dead else 0
         if self._dead_steps > steps:
             self.pump.restart()
+        self._closed_steps = self._closed_steps + 1 if self.store.refuses_to_open else 0
+        if self._closed_steps > 2 * steps:
+            self.store.refuses_to_open = False
 
-    def release(self) -> int:
-        """Stuck verbs go on; a worker that has outlived its end is gone."""
-        released = self.worker.release() if self.worker else 0
+    @property
+    def hangs(self) -> bool:
+        """Whether some verb hangs, or is going to."""
+        stuck = self.worker is not None and any(begun.stuck for begun in self.worker.begun)
+        return stuck or self.to_hang > 0 or self.pump.dying is not None
+
+    def release(self) -> None:
+        """Verbs that hang come back; a worker that has outlived its end is gone."""
+        self.to_hang = 0
+        if self.worker:
+            self.counts["released verbs"] += self.worker.release()
         if self.pump.dying is not None:
             self.pump.dying.die()
             self.pump.receive()
-            released += 1
-        return released
+
+    def kill(self, *, outlives: bool, unheard: bool) -> None:
+        """The I/O process is killed, and its owner sees it."""
+        link = self.link
+        assert link is not None
+        link.outlives, link.unheard = outlives, unheard
+        link.kill()
+        while self.link is not None:
+            self.pump.receive()
+        self.counts["killed workers"] += 1
+        self.counts["killed workers that outlive it"] += self.pump.dying is not None
 
     def heal(self) -> None:
         """From now on the store does what it is told, and a worker is there."""
         self.auto = True
+        self.to_hang = 0
+        self.hang_chance = self.store.chance = 0.0
         self.store.refuses_to_open = False
         for faults in self.store.faults.values():
             faults.clear()
@@ -340,7 +384,7 @@ class WatchedTier(SecondaryTierManager):
 
     def _submit(self, job: TierJob) -> None:
         self._live(f"submit {job.kind}", job.context)
-        assert job.job_id not in self.jobs and job.job_id not in self.reported, f"job {job.job_id} is submitted twice"
+        assert job.job_id not in self._resets_of, f"job {job.job_id} is submitted twice"
         self.memory.claim((self.name, job.job_id), job.slots.tolist(), write=job.kind is TransferKind.LOAD)
         self.jobs[job.job_id] = job
         self._resets_of[job.job_id] = self.resets
@@ -448,6 +492,14 @@ class Setup:
     threads: int = 2
     max_retired: int = 64
     queue_chunks: int = 64
+    pace: int = 1
+    """Steps after each act."""
+    arrivals: float = 0.0
+    """The chance that a request comes by itself before a step."""
+    faults: float = 0.0
+    """The chance that a call of a store fails or lies by itself."""
+    hangs: float = 0.0
+    """The chance that a verb hangs by itself."""
     seed: int = 0
 
 
@@ -476,6 +528,7 @@ class Rig:
 def make(setup: Setup) -> Rig:
     """A Rig with nothing wrong yet."""
     clock = FakeClock()
+    dice = random.Random(setup.seed)
     memory = RegionMemory(setup.geometry, setup.ranks, setup.slots)
     device = Device(setup.geometry, ranks=setup.ranks, blocks=setup.blocks, memory=memory, seed=setup.seed)
     device.loads_before_forward = setup.loads_before_forward
@@ -489,12 +542,14 @@ def make(setup: Setup) -> Rig:
         "load_wait_s": setup.promotion_s,
         "store_wait_s": setup.cascade_s,
         "max_retired": setup.max_retired,
-        "breaker": BreakerOptions(failures=3, open_s=0.5, max_open_s=4.0),
+        "breaker": BreakerOptions(failures=3, open_s=0.1, max_open_s=0.4),
     }
     tiers = [
-        WatchedTier(i, memory, device, clock, RunnerOptions(name=f"{i}:troubled", **runner_options))  # type: ignore[arg-type]
+        WatchedTier(memory, device, clock, RunnerOptions(f"{i}:troubled", **runner_options), dice)  # type: ignore[arg-type]
         for i in range(setup.tiers)
     ]
+    for tier in tiers:
+        tier.store.chance, tier.hang_chance = setup.faults, setup.hangs
     entries = [
         TierEntry(
             tier,
@@ -534,6 +589,7 @@ def make(setup: Setup) -> Rig:
         async_scheduling=setup.async_scheduling,
         prefix_caching=setup.prefix_caching,
         clock=clock,
+        step_s=0.02,
         device=device,
         skip_empty_outputs=setup.skip_empty_outputs,
         checks=(lambda: manager.check(scheduler.open_reservations()),),

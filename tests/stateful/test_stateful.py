@@ -38,7 +38,7 @@ MIXED = Geometry((KVGroup(0, 4), KVGroup(1, 8, sliding_window=12), KVGroup(2, 4,
 GEOMETRIES = {"full": FULL, "pairs": PAIRS, "hybrid": HYBRID, "mixed": MIXED}
 
 SEED = os.environ.get("STATEFUL_SEED", "1")
-WALKS = int(os.environ.get("STATEFUL_WALKS", "110"))
+WALKS = int(os.environ.get("STATEFUL_WALKS", "60"))
 RULES = 60
 LEAST_STEPS = 5000
 BOUND = 400
@@ -48,7 +48,7 @@ MOST_LIVE = 6
 RESTART_AFTER = 8
 """Steps until a dead I/O worker is started again."""
 
-BASES = [[random.Random(n).randint(0, 9) for _ in range(36)] for n in range(2)]
+BASES = [[random.Random(n).randint(0, 9) for _ in range(36)] for n in range(5)]
 TALLY: Counter[str] = Counter()
 """What has happened in all walks together."""
 
@@ -57,8 +57,8 @@ setups = st.builds(
     geometry=st.sampled_from(list(GEOMETRIES.values())),
     ranks=st.sampled_from([1, 2]),
     blocks=st.sampled_from([48, 72, 180]),
-    slots=st.sampled_from([40, 12, 4]),
-    tiers=st.sampled_from([1, 2, 0]),
+    slots=st.sampled_from([12, 40, 24, 6]),
+    tiers=st.sampled_from([1, 1, 2, 2, 0]),
     async_scheduling=st.booleans(),
     token_budget=st.sampled_from([16, 8, 64]),
     prefix_caching=st.sampled_from([True, True, False]),
@@ -71,14 +71,19 @@ setups = st.builds(
     lookup_s=st.sampled_from([0.2, 0.03]),
     promotion_s=st.sampled_from([1.0, 0.1]),
     cascade_s=st.sampled_from([1.0, 0.1]),
-    keep_tiers_on_reset=st.booleans(),
+    keep_tiers_on_reset=st.sampled_from([True, True, False]),
     store_after=st.sampled_from([1, 1, 2]),
     threads=st.sampled_from([2, 1, 4]),
     max_retired=st.sampled_from([64, 2]),
     queue_chunks=st.sampled_from([64, 4]),
+    pace=st.sampled_from([1, 0, 2, 3]),
+    arrivals=st.sampled_from([0.0, 0.2, 0.2, 0.4, 0.4]),
+    faults=st.sampled_from([0.0, 0.0, 0.1, 0.2]),
+    hangs=st.sampled_from([0.0, 0.0, 0.02]),
     seed=st.integers(0, 1000),
 )
-kinds = st.sampled_from(list(TransferKind))
+sides = st.tuples(st.sampled_from(list(TransferKind)), st.integers(0, 1))
+"""A direction and a rank."""
 indexes = st.integers(0, 7)
 
 
@@ -97,6 +102,8 @@ class Walk(RuleBasedStateMachine):
         self.failed: set[tuple[int, int]] = set()
         self.lost: list[tuple[int, int]] = []
         self.repeating = False
+        self.ending = False
+        self.dice = random.Random(setup.seed)
         device = self.rig.device
         device.hold = lambda job, rank: (job.kind, rank) in self.held
         device.fail = self._fails
@@ -124,8 +131,8 @@ class Walk(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.live) < MOST_LIVE)
     @rule(
-        base=st.integers(0, 1),
-        cut=st.integers(1, 36),
+        base=st.integers(0, 4),
+        cut=st.sampled_from([36, 30, 24, 17, 12, 5, 1]),
         tail=st.lists(st.integers(0, 9), max_size=5),
         max_tokens=st.integers(1, 12),
         stop_after=st.sampled_from([None, 1, 4]),
@@ -149,11 +156,7 @@ class Walk(RuleBasedStateMachine):
         """A request arrives; ``again``: under an id that has been used, perhaps while its earlier life drains."""
         gone = [r.request_id for r in self.engine.requests.values() if r.ended and r not in self.engine._held]
         req_id = gone[-1 - again % len(gone)] if gone and again is not None else None
-        if req_id is not None:
-            draining = {state.context.req_id for state in self.rig.scheduler._req_status.values() if state.finished}
-            TALLY["ids used again"] += 1
-            TALLY["ids used again while draining"] += req_id in draining
-        self.engine.add(
+        self._add(
             BASES[base][:cut] + tail,
             max_tokens,
             req_id=req_id,
@@ -163,13 +166,21 @@ class Walk(RuleBasedStateMachine):
             skip_reading_prefix_cache=skip,
         )
 
-    @rule(count=st.integers(1, 6))
+    @rule(count=st.integers(1, 8))
     def step(self, count: int) -> None:
         for _ in range(count):
             self._step()
 
-    @rule(count=st.integers(1, 6))
+    @rule(count=st.integers(1, 8))
     def step_more(self, count: int) -> None:
+        self.step(count)
+
+    @precondition(lambda self: len(self.live) < MOST_LIVE)
+    @rule(base=st.integers(0, 4), max_tokens=st.integers(1, 4), count=st.integers(1, 8))
+    def come_back(self, base: int, max_tokens: int, count: int) -> None:
+        """A known prompt comes when the device's prefix cache is lost to it, so that it is loaded."""
+        self.engine.pool.reset()
+        self.engine.add(BASES[base], max_tokens)
         self.step(count)
 
     @precondition(lambda self: self.live)
@@ -184,8 +195,19 @@ class Walk(RuleBasedStateMachine):
     def preempt(self, which: int) -> None:
         self.engine.preempt(self.engine.running[which % len(self.engine.running)].request_id)
 
-    @rule(new_weights=st.booleans(), device_cleared=st.sampled_from([True, True, False]))
-    def reset(self, new_weights: bool, device_cleared: bool) -> None:
+    # --- everybody's trouble ------------------------------------------------------------------------------
+
+    @rule(
+        what=st.sampled_from(["jump", "jump", "reset"]),
+        seconds=st.sampled_from([0.05, 0.25, 1.5, 8.0, 100.0]),
+        new_weights=st.booleans(),
+        device_cleared=st.sampled_from([True, True, False]),
+    )
+    def jump_or_reset(self, what: str, seconds: float, new_weights: bool, device_cleared: bool) -> None:
+        """The clock moves past some deadlines, or everything stored is outdated."""
+        if what == "jump":
+            self.rig.clock.advance(seconds)
+            return
         new_weights = new_weights and not self.rig.setup.keep_tiers_on_reset
         TALLY["resets"] += 1
         TALLY["resets with jobs in flight"] += bool(self.rig.scheduler._jobs)
@@ -196,36 +218,37 @@ class Walk(RuleBasedStateMachine):
         counts = self.rig.manager.host.counts()
         assert counts[SlotState.READY] == counts[SlotState.RESERVED] == 0, "something from before is there"
 
-    @rule()
-    def forget_device(self) -> None:
-        """The device's prefix cache is lost to others, so that what comes next is loaded."""
-        self.engine.pool.reset()
-
-    @rule(seconds=st.sampled_from([0.05, 0.25, 1.5, 8.0, 100.0]))
-    def jump(self, seconds: float) -> None:
-        self.rig.clock.advance(seconds)
-
     # --- the workers beside the device ------------------------------------------------------------------
 
-    @rule(kind=kinds, rank=st.integers(0, 1))
-    def hold_or_go_on(self, kind: TransferKind, rank: int) -> None:
-        """Reports of one direction and rank wait, or come again."""
-        self.held ^= {(kind, rank)}
-
-    @rule(kind=kinds, rank=st.integers(0, 1))
-    def fail_or_work(self, kind: TransferKind, rank: int) -> None:
-        self.failing ^= {(kind, rank)}
-
-    @rule(rank=st.integers(0, 1))
-    def lose_or_deliver(self, rank: int) -> None:
-        """Reports of stores get lost, or not."""
-        self.losing ^= {rank}
-
-    @rule(repeats=st.booleans(), reorders=st.booleans(), chance=st.sampled_from([1.0, 0.3]))
-    def handle_reports(self, repeats: bool, reorders: bool, chance: float) -> None:
+    @rule(
+        hold=st.sets(sides, max_size=2),
+        fail=st.sampled_from([set(), set(), {(TransferKind.STORE, 0)}, {(TransferKind.LOAD, 0)}]),
+        lose=st.sampled_from([None, None, 0, 1]),
+        repeats=st.booleans(),
+        reorders=st.booleans(),
+        chance=st.sampled_from([1.0, 0.3]),
+        count=st.integers(1, 6),
+    )
+    def trouble_workers(
+        self,
+        hold: set[tuple[TransferKind, int]],
+        fail: set[tuple[TransferKind, int]],
+        lose: int | None,
+        repeats: bool,
+        reorders: bool,
+        chance: float,
+        count: int,
+    ) -> None:
+        """For some steps reports wait, fail, get lost, come twice or in another order; some of that stays."""
+        self.held, self.failing = hold, fail
+        self.losing = set() if lose is None else {lose}
         self.repeating = repeats
         self.rig.device.reorder = reorders
         self.rig.device.crank_chance = chance
+        self.step(count)
+        self.failing, self.losing = set(), set()
+        if count % 2:
+            self.held = set()
 
     @precondition(lambda self: self.lost)
     @rule(which=indexes)
@@ -244,71 +267,106 @@ class Walk(RuleBasedStateMachine):
         return self.rig.tiers[which % len(self.rig.tiers)]
 
     @precondition(lambda self: self.rig.tiers)
-    @rule(which=indexes, verb=st.sampled_from(["read", "write", "contains", "delete"]), what=indexes, times=indexes)
-    def trouble_store(self, which: int, verb: str, what: int, times: int) -> None:
+    @rule(
+        which=indexes,
+        what=st.sampled_from([(verb, fault) for verb, faults in FAULTS.items() for fault in faults]),
+        times=st.integers(1, 3),
+    )
+    def trouble_store(self, which: int, what: tuple[str, str], times: int) -> None:
         """The next calls of a verb fail, or lie."""
-        faults = FAULTS[verb]
-        self.tier(which).store.faults[verb].extend([faults[(what + times) % len(faults)]] * (1 + times // 2))
+        verb, fault = what
+        self.tier(which).store.faults[verb].extend([fault] * times)
 
     @precondition(lambda self: self.rig.tiers)
-    @rule(which=indexes, last_first=st.booleans(), stuck=st.integers(0, 2))
-    def turn_by_hand(self, which: int, last_first: bool, stuck: int) -> None:
-        """One turn of each crank; the first verbs may hang."""
+    @rule(which=indexes, last_first=st.booleans(), stuck=st.sampled_from([0, 0, 1, 2]), count=st.integers(1, 4))
+    def turn_by_hand(self, which: int, last_first: bool, stuck: int, count: int) -> None:
+        """For some steps a tier moves only once each; its first verbs may hang."""
         tier = self.tier(which)
-        tier.pump.send()
-        if tier.worker is not None:
-            began = tier.worker.begin(stuck=stuck)
-            TALLY["stuck verbs"] += min(began, stuck)
-            tier.worker.finish(last_first=last_first)
-        tier.pump.receive()
+        tier.auto = False
+        tier.to_hang += stuck
+        for _ in range(count):
+            self._step()
+            tier.turn_once(last_first=last_first)
+        tier.auto = True
 
     @precondition(lambda self: self.rig.tiers)
-    @rule(which=indexes)
-    def stop_or_go_by_itself(self, which: int) -> None:
-        self.tier(which).auto ^= True
+    @rule(which=indexes, count=st.integers(1, 6))
+    def stand_still(self, which: int, count: int) -> None:
+        """For some steps nothing of a tier moves."""
+        self.tier(which).auto = False
+        self.step(count)
+        self.tier(which).auto = True
 
     @precondition(lambda self: self.rig.tiers)
-    @rule(which=indexes, count=st.integers(1, 4))
+    @rule(which=indexes, count=st.integers(1, 3))
     def hang(self, which: int, count: int) -> None:
         """The next verbs hang, whenever they come."""
         self.tier(which).to_hang += count
 
-    @precondition(lambda self: self.rig.tiers)
+    @precondition(lambda self: any(tier.hangs for tier in self.rig.tiers))
     @rule(which=indexes)
     def release(self, which: int) -> None:
         """Verbs that hang come back."""
-        self.tier(which).to_hang = 0
-        TALLY["released verbs"] += self.tier(which).release()
+        hanging = [tier for tier in self.rig.tiers if tier.hangs]
+        hanging[which % len(hanging)].release()
+
+    @precondition(lambda self: any(tier.hangs for tier in self.rig.tiers))
+    @rule(which=indexes)
+    def release_more(self, which: int) -> None:
+        self.release(which)
 
     @precondition(lambda self: any(tier.link for tier in self.rig.tiers))
-    @rule(which=indexes, outlives=st.booleans(), unheard=st.booleans(), reopens=st.sampled_from([True, True, False]))
-    def kill(self, which: int, outlives: bool, unheard: bool, reopens: bool) -> None:
+    @rule(
+        which=indexes,
+        what=st.sampled_from(["kill", "kill while it hangs", "clear"]),
+        outlives=st.booleans(),
+        unheard=st.booleans(),
+        reopens=st.sampled_from([True, True, True, False]),
+    )
+    def kill_or_clear(self, which: int, what: str, outlives: bool, unheard: bool, reopens: bool) -> None:
         """The I/O process dies, or cannot; its last words may be lost; its store may not open again for long."""
         tier = self.tier(which)
-        if tier.link is None:
+        if what == "clear":
+            TALLY["clears"] += 1
+            tier.clear()
             return
-        tier.store.refuses_to_open = not reopens
-        tier.link.outlives, tier.link.unheard = outlives, unheard
-        tier.link.kill()
-        tier.pump.receive()
-        tier.pump.receive()
-        TALLY["killed workers"] += 1
-        TALLY["killed workers that outlive it"] += tier.pump.dying is not None
-
-    @precondition(lambda self: self.rig.tiers)
-    @rule(which=indexes)
-    def clear_tier(self, which: int) -> None:
-        self.tier(which).clear()
+        if what == "kill while it hangs":
+            tier.to_hang += 1
+            self.step(3)
+        if tier.link is not None:
+            tier.store.refuses_to_open = not reopens
+            tier.kill(outlives=outlives, unheard=unheard)
 
     # --- a step, and what holds after it ----------------------------------------------------------------
 
+    def _arrive(self) -> None:
+        """A request comes by itself: mostly a known prompt, longer or shorter, sometimes lost to the device."""
+        dice = self.dice
+        if self.ending or len(self.live) >= MOST_LIVE or dice.random() >= self.rig.setup.arrivals:
+            return
+        if dice.random() < 0.4:
+            self.engine.pool.reset()
+        gone = [r.request_id for r in self.engine.requests.values() if r.ended and r not in self.engine._held]
+        again = dice.choice(gone[-3:]) if gone and dice.random() < 0.3 else None
+        prompt = dice.choice(BASES)[: dice.choice([36, 36, 30, 24, 17, 9])] + dice.choice([[], [], [1], [2, 3, 4, 5]])
+        self._add(prompt, dice.choice([1, 2, 4, 9]), req_id=again)
+
+    def _add(self, prompt: list[int], max_tokens: int, *, req_id: str | None, **more: Any) -> None:
+        if req_id is not None:
+            draining = {state.context.req_id for state in self.rig.scheduler._req_status.values() if state.finished}
+            TALLY["ids used again"] += 1
+            TALLY["ids used again while draining"] += req_id in draining
+        self.engine.add(prompt, max_tokens, req_id=req_id, **more)
+
     def _step(self) -> StepOutput:
+        self._arrive()
         for tier in self.rig.tiers:
             if tier.auto:
                 tier.turn()
             tier.restart_in_time(RESTART_AFTER)
         output = self.engine.step()
-        TALLY["steps"] += 1
+        TALLY["steps"] += not self.ending
+        TALLY["steps to the end"] += self.ending
         TALLY["preemptions"] += len(output.preempted_req_ids)
         self._check_pending()
         return output
@@ -319,6 +377,7 @@ class Walk(RuleBasedStateMachine):
             TALLY["rules"] += 1
             self.engine.check()
             self._check_pending()
+            self.step(self.rig.setup.pace)
 
     def _check_pending(self) -> None:
         """There is push work if and only if a job is unsettled or something is owed: counted from outside."""
@@ -346,10 +405,8 @@ class Walk(RuleBasedStateMachine):
     def _end(self) -> None:
         """Nothing new goes wrong, and the clock runs: all ends within BOUND steps, and what hangs holds slots alone."""
         rig = self.rig
-        self.held.clear()
-        self.failing.clear()
-        self.losing.clear()
-        self.repeating = False
+        self.ending = True
+        self.held, self.failing, self.losing, self.repeating = set(), set(), set(), False
         rig.device.crank_chance = 1.0
         for tier in rig.tiers:
             tier.heal()
@@ -389,9 +446,10 @@ class Walk(RuleBasedStateMachine):
             self._deliver(lost)
         self.lost.clear()
         for tier in rig.tiers:
-            tier.to_hang = 0
             tier.release()
-        for _ in range(RESTART_AFTER + 40):
+            tier.heal()
+        self.engine.step_s = 1.0
+        for _ in range(10):  # lookups that were lost with a worker are answered after 5 s
             self._step()
         self._run_until_idle()
         self._check_drained()
