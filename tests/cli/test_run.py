@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from orlop.cli import demo
+from orlop.cli.main import main
 
 TIMEOUT_S = 120
 
@@ -106,24 +107,27 @@ def test_the_table_has_a_column_per_run(trace, tmp_path, scheduling):
     [
         (["--trace", "{dir}/missing"], "missing: cannot be read: No such file"),
         (["--trace", "{dir}/broken"], "broken, line 1: found no JSON"),
-        (["--trace", "{trace}", "--device-blocks", 5], "give the engine num_blocks="),
+        (["--trace", "{trace}", "--device-blocks", 5], "--device-blocks: found 5, the largest request needs"),
         (["--trace", "{trace}", "--config", "{dir}/missing"], "missing: cannot be read"),
         (["--trace", "{trace}", "--config", "{dir}/broken"], "broken: found no JSON"),
         (["--trace", "{trace}", "--config", "{dir}/typo"], "hots"),
         (["--trace", "{trace}", "--config", "{dir}/typo", "--files-path", "{dir}"], "expected one of them"),
         (["--trace", "{trace}", "--config", "{dir}/small"], "host.bytes"),
-        (["--trace", "{trace}", "--limit", 1, "--reference", "{dir}/no/such"], "such: cannot be written"),
+        (["--trace", "{trace}", "--reference", "{dir}/no/such"], "such: cannot be written"),
     ],
 )
-def test_what_a_user_can_put_right_is_one_line_and_exit_code_2(trace, tmp_path, arguments, says):
+def test_what_a_user_can_put_right_is_one_line_and_exit_code_2(trace, tmp_path, arguments, says, monkeypatch, capsys):
     (tmp_path / "broken").write_text("{\n")
     (tmp_path / "typo").write_text('{"hots": "64MiB"}')
     (tmp_path / "small").write_text('{"host": 1}')
-    done = orlop("run", *(str(a).format(dir=tmp_path, trace=trace) for a in arguments))
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+    arguments = [str(a).format(dir=tmp_path, trace=trace) for a in arguments]
+    monkeypatch.setattr(sys, "argv", ["orlop", "run", "--limit", "1", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2
+    assert says in err
+    assert (out, err.count("\norlop: "), err.startswith("orlop: ")) == ("", 0, True)
 
 
 def test_ctrl_c_stops_with_what_was_done(trace, tmp_path):
@@ -149,17 +153,23 @@ def test_ctrl_c_stops_with_what_was_done(trace, tmp_path):
     assert 1 <= summary["with_offload"]["requests"] < 6_000
 
 
-def test_the_demo_ends_well_and_says_so_only_if_it_does(tmp_path):
-    done = orlop("demo", "--work-dir", tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("96 equal, 0 ties, 0 different") == 2
+def test_the_demo_ends_well(tmp_path, capsys):
+    assert demo.run_demo(tmp_path, conversations=8) == 0
+    out = capsys.readouterr().out
+    assert out.count("32 equal, 0 ties, 0 different") == 2
+    assert "FAILED" not in out
+
+
+def test_the_demo_fails_where_its_tables_do_not_show_what_they_should():
     figures = {"computed_tokens": 1, "loaded_tokens_from_host": 5, "loaded_tokens_from_0:files": 0}
-    summary = {"tokens": {"equal": 95, "ties": 1, "different": []}, "with_offload": figures}
-    assert demo._problems(1, 0, summary) == []
-    assert demo._problems(2, 0, summary) == ["process 2 loaded nothing from the files of process 1"]
+    summary = {"tokens": {"equal": 31, "ties": 1, "different": []}, "with_offload": figures}
+    assert demo._problems(1, 0, summary, 32) == []
+    assert demo._problems(2, 0, summary, 32) == ["process 2 loaded nothing from the files of process 1"]
     figures["loaded_tokens_from_0:files"] = 1
-    assert demo._problems(2, 0, summary) == []
-    assert len(demo._problems(2, 1, summary)) == 1
+    assert demo._problems(2, 0, summary, 32) == []
+    wrong = "process 2 did not generate the tokens of the run without offload"
+    assert demo._problems(2, 1, summary, 32) == [wrong]
+    assert demo._problems(2, 0, summary, 33) == [wrong]
 
 
 def test_version_and_help():
