@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -139,6 +140,14 @@ def test_only_filled_slots_are_usable(monkeypatch: pytest.MonkeyPatch, caplog: p
             thread.join(timeout=WAIT_S)
     assert region.usable_slots == 2
     assert "memory for 2 of 8 slots only" in caplog.text
+    region.close()
+
+
+@pytest.mark.fault("B202")
+def test_a_plain_region_has_no_name_in_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    region = HostRegion.create(LAYOUT, plain=True)
+    assert list(tmp_path.iterdir()) == []
     region.close()
 
 
