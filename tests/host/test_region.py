@@ -22,10 +22,11 @@ import pytest
 from orlop.core import RegionLayout
 from orlop.errors import ConfigError, RegionError, ResourceError
 from orlop.host import region as region_module
-from orlop.host.region import HostRegion, memory_limits, socket_name
+from orlop.host.limits import memory_limits
+from orlop.host.region import HostRegion, socket_name
 
 LAYOUT = RegionLayout(slots=8, blocks_per_chunk=2, page_bytes=((5000, 3000), (4096, 3000)))
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 @pytest.fixture
