@@ -424,6 +424,25 @@ def test_a_rank_that_does_not_fit_is_refused_and_the_others_go_on(
         gathered.result(timeout=WAIT_S).close()
 
 
+def test_a_rank_that_joins_twice_is_refused_unless_the_first_has_died(name: str) -> None:
+    hello = {"magic": "ORLOPREG", "version": 1, "name": name, "role": "join", "rank": 1, "page_bytes": [4096]}
+    body = json.dumps(hello).encode()
+    with ThreadPoolExecutor(2) as pool, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as first:
+        gathered = pool.submit(HostRegion.gather, name, 3, (4096,), decide, WAIT_S)
+        with pytest.raises(RegionError, match="found rank 9"):
+            HostRegion.join(name, 9, (4096,), WAIT_S)  # from here on somebody listens
+        first.connect("\0" + name)
+        first.sendall(struct.pack("<I", len(body)) + body)
+        with pytest.raises(RegionError, match="rank 1 has joined already"):
+            HostRegion.join(name, 1, (8192,), WAIT_S)
+        first.close()
+        second = pool.submit(HostRegion.join, name, 1, (8192,), WAIT_S)
+        HostRegion.join(name, 2, (4096,), WAIT_S).close()
+        assert second.result(timeout=WAIT_S).layout.page_bytes == ((4096,), (8192,), (4096,))
+        second.result().close()
+        gathered.result(timeout=WAIT_S).close()
+
+
 def test_a_rank_that_comes_again_after_the_decision_must_be_the_same(name: str) -> None:
     region = HostRegion.gather(name, 1, (4096,), decide, 1.0)
     with pytest.raises(RegionError, match="expected 0 to 0"):

@@ -108,6 +108,8 @@ class Waiting:
         if trouble := self._trouble(rank, pages):
             _refuse(peer, trouble)
             return
+        if died := self._joined.get(rank):
+            died.close()
         self._joined[rank] = peer
         self._pages[rank] = pages
 
