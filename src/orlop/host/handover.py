@@ -86,16 +86,23 @@ class Waiting:
         return tuple(self._pages[rank] for rank in range(self._ranks))
 
     def collect(self, listener: Listener, deadline: float) -> None:
-        while len(self._pages) < self._ranks:
+        while missing := self._missing():
             try:
                 peer = listener.accept(max(0.001, deadline - time.monotonic()))
             except TimeoutError as error:
-                missing = [rank for rank in range(self._ranks) if rank not in self._pages]
                 raise RegionError(
                     f"found no word from local ranks {missing} of {self._ranks} under {listener.name!r} in time, "
                     "expected each to join; see those processes' logs (ranks on another host cannot join)"
                 ) from error
             self._admit(listener.name, peer)
+
+    def _missing(self) -> list[int]:
+        """Ranks that have not joined, or have died since; those may join again."""
+        for rank, peer in list(self._joined.items()):
+            if _hung_up(peer):
+                peer.close()
+                del self._joined[rank], self._pages[rank]
+        return [rank for rank in range(self._ranks) if rank not in self._pages]
 
     def _admit(self, name: str, peer: socket.socket) -> None:
         wish = _hear(name, peer)
@@ -108,8 +115,6 @@ class Waiting:
         if trouble := self._trouble(rank, pages):
             _refuse(peer, trouble)
             return
-        if died := self._joined.get(rank):
-            died.close()
         self._joined[rank] = peer
         self._pages[rank] = pages
 
@@ -118,7 +123,7 @@ class Waiting:
             return f"found rank {rank}, expected 1 to {self._ranks - 1}"
         if len(pages) != len(self._pages[0]):
             return f"rank {rank}: found {len(pages)} KV groups, expected {len(self._pages[0])} as on rank 0"
-        if rank in self._joined and not _hung_up(self._joined[rank]):
+        if rank not in self._missing():
             return f"rank {rank} has joined already; do two engines share this instance and replica?"
         return ""
 
