@@ -8,13 +8,12 @@ import random
 import numpy as np
 import pytest
 import torch
+from engine_doubles import engine, greedy, run_checked
 
 from orlop.engine.blocks import BlockPool
 from orlop.engine.llm import EngineConfig
 from orlop.engine.sequence import ROOT_DIGEST, Sequence
 from orlop.errors import ConfigError, InvariantError
-
-from .engine_doubles import engine, greedy, run_checked
 
 torch.set_num_threads(1)
 

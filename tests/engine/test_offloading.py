@@ -7,10 +7,9 @@ import threading
 
 import pytest
 import torch
+from engine_doubles import engine, greedy
 
 from orlop.errors import OrlopError
-
-from .engine_doubles import engine, greedy
 
 torch.set_num_threads(1)
 
