@@ -18,6 +18,7 @@ from tier_doubles import NAMESPACE, PATIENCE_S, Rig, keys, make_gate, open_gate,
 
 from orlop.core import Outcome
 from orlop.errors import ConfigError
+from orlop.tiering import runner
 from orlop.tiering.io_messages import StoreSpec
 
 Make = Callable[..., Rig]
@@ -150,6 +151,29 @@ def test_shutdown_kills_a_process_whose_store_hangs(make: Make, tmp_path: Path) 
     assert result.released
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_process_that_cannot_die_yet_keeps_its_slots_and_gives_them_back_later(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that waits in the kernel for a dead mount outlives SIGKILL; here SIGKILL is kept from a stopped one."""
+    monkeypatch.setattr(runner, "KILL_GRACE_S", 0.01)
+    rig = make()
+    pid = pid_of(rig)
+    os.kill(pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "kill", lambda process: None)
+        job = rig.store(keys(1))
+        for _ in range(100):
+            rig.ask(keys(1000))  # so that the sender is blocked in the middle of a word
+        rig.runner.shutdown(0.0)
+        (result,) = rig.results()
+        assert result.outcomes == (Outcome.UNAVAILABLE,)
+        assert not result.released
+        assert len(rig.answers(100)) == 100
+        assert not rig.runner.get_released_jobs()
+        os.kill(pid, signal.SIGKILL)
+        assert rig.released() == [job.job_id]
 
 
 def test_shutdown_drains_what_is_queued(make: Make, tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def open_gate(path: Path, verb: str) -> None:
     os.close(fd)
 
 
-_registered: dict[str, Any] = {}
+_registered: dict[str, ChunkStore | Exception] = {}
 
 
 def registered(name: str) -> ChunkStore:

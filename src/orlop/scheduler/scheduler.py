@@ -577,7 +577,8 @@ class OffloadingConnectorScheduler:
         late = [s for s in self._unplanned.values() if s not in touched]
         self._unplanned = {}
         for state in late:
-            state.tokens_before_step = state.tokens_filled
+            # Steps that handed it no block have gone by since it was last looked at, and its windows have moved on.
+            state.tokens_before_step = max(state.tokens_filled, state.req.num_computed_tokens)
         for state in [*late, *touched]:
             state.learn_keys()
             planned = self._planner.plan(state, budget, now) if budget > 0 else []

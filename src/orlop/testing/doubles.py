@@ -107,6 +107,10 @@ class ManualTier(SecondaryTierManager):
         """Jobs that nobody has reported, oldest first."""
         return [i for i, job in self.jobs.items() if i not in self._reported and kind in (None, job.kind)]
 
+    def hanging_jobs(self) -> list[int]:
+        """Jobs that were reported with ``released=False`` and not released."""
+        return [i for i in self.jobs if i in self._reported]
+
     def loaded_keys(self) -> list[bytes]:
         """Every key of every load submitted so far, repeats included."""
         return [key for call in self.calls if call.name == "submit_load" for key in call.what.keys]
@@ -135,7 +139,7 @@ class ManualTier(SecondaryTierManager):
 
     def release(self, job_id: int | None = None) -> None:
         """Let go of jobs that were reported with ``released=False``."""
-        for number in [i for i in self.jobs if i in self._reported] if job_id is None else [job_id]:
+        for number in self.hanging_jobs() if job_id is None else [job_id]:
             self._released.append(number)
             self._let_go(number)
 

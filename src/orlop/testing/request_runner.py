@@ -278,7 +278,7 @@ class RequestRunner:
         self.last_output = StepOutput()
         self.drop_output: Callable[[JobReport], bool] = lambda report: False
         """Which reports get lost between the worker and the scheduler half."""
-        self._checks = list(checks)
+        self.checks = list(checks)
         self._depth = 2 if async_scheduling else 1
         self._queue: deque[tuple[list[_Share], list[WorkerOutput]]] = deque()
         self._held: list[EngineRequest] = []
@@ -388,7 +388,7 @@ class RequestRunner:
         holders = [*self.running, *self.waiting, *self._held]
         self.pool.check(table for request in holders for table in request.block_ids)
         self.scheduler.check()
-        for check in self._checks:
+        for check in self.checks:
             check()
 
     def check_drained(self) -> None:
@@ -531,6 +531,7 @@ class RequestRunner:
         holders = [r for r in self.waiting if not r.loading and any(r.block_ids)]
         if len(holders) > 1 or (holders and self.waiting[0] is not holders[0]):
             self._drop_blocks(holders[-1])
+            holders[-1].status, holders[-1].load_failed = Status.WAITING, False
 
     # --- blocks ------------------------------------------------------------------------------------------
 

@@ -6,17 +6,20 @@ connector or an engine of its own.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orlop.core import Geometry, KVGroup, TransferKind
+from orlop.core import FIRST_GENERATION, Geometry, KVGroup, Namespace, TransferKind
+from orlop.host.tier import HostTier, SlotState
 from orlop.scheduler.scheduler import OffloadingConnectorScheduler, SchedulerOptions
 from orlop.testing.clock import FakeClock
 from orlop.testing.device import Device
 from orlop.testing.doubles import DictManager, ManualTier, RecordingManager
 from orlop.testing.request_runner import EngineRequest, RequestRunner
 from orlop.tiering.base import OffloadingManager
+from orlop.tiering.manager import TierEntry, TieringManager, TieringOptions
 
 FULL = Geometry((KVGroup(0, 4),), 4, 1)
 """One group of full attention, one block per chunk."""
@@ -58,6 +61,21 @@ class Rig:
         self.manager.check_all_ended()
         for tier in self.tiers:
             tier.check_all_ended()
+        self._check_tiering_drained()
+
+    def _check_tiering_drained(self) -> None:
+        """After a drain: no life, job or lease is left, and slots are held by overdue jobs alone."""
+        manager = self.manager.inner
+        if not isinstance(manager, TieringManager):
+            return
+        for table in (manager._lives, manager._transfer_jobs, manager._noting):
+            assert not table, f"the manager is left with {table}"
+        assert manager.host.leased == 0
+        assert {r.number for r in self.scheduler.open_reservations()} == set(manager._open)
+        lost = sum(len(r.slots) for r in self.scheduler.open_reservations())
+        hung = sum(len(job.order.slots) for job in manager._overdue.values())
+        retired = manager.host.counts()[SlotState.RETIRED]
+        assert retired <= lost + hung, f"{retired} slots are retired, {lost + hung} are somebody's"
 
     def lives(self, name: str = "on_request_finished") -> list[int]:
         """Lives for which ``name`` was called, in order."""
@@ -80,7 +98,6 @@ def make_rig(
     blocks: int = 64,
     async_scheduling: bool = False,
     seed: int = 0,
-    tiers: Callable[[Device], Sequence[ManualTier]] = lambda device: (),
     options: dict[str, Any] | None = None,
     **runner: Any,
 ) -> Rig:
@@ -102,3 +119,37 @@ def make_rig(
         **runner,
     )
     return Rig(engine, scheduler, recorded, device, clock)
+
+
+def plain_namespace(generation: bytes) -> Namespace:
+    """A namespace that depends on the generation alone."""
+    return Namespace(hashlib.blake2b(b"namespace" + generation, digest_size=16).digest(), generation)
+
+
+def make_tiered_rig(
+    geometry: Geometry = FULL,
+    *,
+    slots: int = 64,
+    tiers: int = 1,
+    auto: bool = True,
+    entry: dict[str, Any] | None = None,
+    tiering: dict[str, Any] | None = None,
+    **rig: Any,
+) -> Rig:
+    """A Rig over the real host tier and TieringManager, with ``tiers`` ManualTiers below.
+
+    ``entry``: settings of each TierEntry; ``tiering``: fields of TieringOptions.
+    """
+    made: list[ManualTier] = []
+
+    def manager(device: Device) -> TieringManager:
+        made.extend(ManualTier(device.memory, name=f"{i}:manual", device=device, auto=auto) for i in range(tiers))
+        entries = [TierEntry(tier, **(entry or {})) for tier in made]
+        options = TieringOptions((4096,) * len(geometry.groups), **(tiering or {}))
+        return TieringManager(HostTier(slots), entries, plain_namespace, FIRST_GENERATION, options)
+
+    plain = make_rig(geometry, manager, **rig)
+    inner, scheduler = plain.manager.inner, plain.scheduler
+    assert isinstance(inner, TieringManager)
+    plain.runner.checks.append(lambda: inner.check(scheduler.open_reservations()))
+    return Rig(plain.runner, plain.scheduler, plain.manager, plain.device, plain.clock, tuple(made))

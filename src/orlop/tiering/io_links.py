@@ -18,7 +18,6 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 from orlop.host.region import HostRegion
 from orlop.tiering.io_messages import Channel, FromWorker, Hello, IoOptions, StoreSpec, ToWorker
@@ -165,6 +164,4 @@ class ThreadLink(Link):
 
 def open_link(spec: StoreSpec, options: IoOptions, region: HostRegion, *, process: bool) -> Link:
     """Start a worker; ``OSError`` where the machine cannot."""
-    kind: Any = ProcessLink if process else ThreadLink
-    link: Link = kind(spec, options, region)
-    return link
+    return ProcessLink(spec, options, region) if process else ThreadLink(spec, options, region)
