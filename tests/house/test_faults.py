@@ -24,12 +24,12 @@ FIRST = [
     "memory leaks",
     "shutdown and restart",
 ]
-NUMBERS = (
-    "B001 B002 B003 B004 B005 B006 B007 B008 B009 B010 B015 B016 B018 B019 B020 B021 B022 B024 B027 B028 B030 B032 "
-    "B033 B034 B035 B036 B037 B039 B042 B043 B046 B047 B048 B049 B050 B053 B054 B055 B056 B057 B058 B059 B060 B061 "
-    "B062 B063 B067 B091 B092 B093 B095 B096 B097 B098 B099 B100 B104 B105 B106 B137 B139 B141 B142 B145 B146 B147 "
-    "B148 B149 B150 B194 B195 B197 B199 B202 B204 B205 B207 B208"
-).split()
+NUMBERS = """
+B001 B002 B003 B004 B005 B006 B007 B008 B009 B010 B015 B016 B018 B019 B020 B021 B022 B024 B027 B028 B030 B032 B033
+B034 B035 B036 B037 B039 B042 B043 B046 B047 B048 B049 B050 B053 B054 B055 B056 B057 B058 B059 B060 B061 B062 B063
+B067 B091 B092 B093 B095 B096 B097 B098 B099 B100 B104 B105 B106 B137 B139 B141 B142 B145 B146 B147 B148 B149 B150
+B194 B195 B197 B199 B202 B204 B205 B207 B208
+"""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def tool() -> ModuleType:
 
 def test_every_kind_of_the_first_categories_has_an_entry(tool: ModuleType) -> None:
     kinds = tool.read_kinds((ROOT / "tests" / "faults.toml").read_text(encoding="utf-8"))
-    assert [number for number, kind in kinds.items() if kind.category in FIRST] == NUMBERS
+    assert [number for number, kind in kinds.items() if kind.category in FIRST] == NUMBERS.split()
     assert all(kind.title and kind.title == kind.title.strip(" .") for kind in kinds.values())
 
 
@@ -96,4 +96,7 @@ def test_the_page_says_of_each_kind_how_it_stands(tool: ModuleType) -> None:
     assert "| B2 | y | waits for p |" in page
     assert "| B3 | z | does not apply: q |" in page
     assert "| B4 | u | not covered yet |" in page
-    assert "Of 4 kinds, 1 are covered, 1 are not covered yet, 1 wait for a part and 1 do not apply." in page
+    assert (
+        "Of 4 kinds, 1 are covered, 0 in part, 1 not yet; 1 wait for a part that does not exist, and 1 do not apply."
+        in page
+    )

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ ARROWS = {
     "orlop.observe": JOINED,
     "orlop.vllm": [*JOINED, "orlop.connector", "orlop.observe"],
     "orlop.cli": ["orlop"],
+    "orlop.__main__": ["orlop.cli"],
     "orlop": [*CONTRACTS, "orlop.connector", "orlop.engine"],
 }
 NOBODYS = ["orlop.tiering.io_process"]
@@ -67,6 +69,7 @@ GUESTS = {
 }
 
 
+@cache
 def tree_of(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text(encoding="utf-8"))
 

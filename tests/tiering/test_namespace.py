@@ -122,7 +122,6 @@ def test_every_field_of_a_fingerprint_is_in_its_description() -> None:
     assert BASE.describe()["groups"][0].keys() == set(KVGroup.__slots__)
 
 
-@pytest.mark.fault("B016")
 def test_a_generation_is_a_namespace_of_its_own() -> None:
     first, later = BASE.namespace(), BASE.namespace(GENERATION)
     assert first.generation == FIRST_GENERATION

@@ -12,7 +12,9 @@ import xxhash
 
 from orlop.core import KVGroup, RegionLayout, TransferKind
 from orlop.errors import ConfigError, CopyError
+from orlop.host.region import HostRegion
 from orlop.testing.copy_backends import CopyBackendSuite, PlainMemory, chunk, ids, job
+from orlop.tiering.envelope import part_checksum
 from orlop.worker import cpu
 from orlop.worker.cpu import CpuCopyBackend, kernel_can_gather
 from orlop.worker.layout import SlotMemory, page_bytes
@@ -84,7 +86,8 @@ def test_jobs_larger_than_one_call_and_one_batch(vectored: bool, monkeypatch: py
     monkeypatch.setattr(cpu, "LOAD_BATCH_BYTES", 70_000)
     monkeypatch.setattr(cpu, "STAGE_BYTES", 1_000)
     monkeypatch.setattr(cpu, "CALL_BYTES", 20_000)
-    monkeypatch.setattr(cpu, "MAX_RUN_BYTES", 150)
+    monkeypatch.setattr(cpu, "PLAN_RUNS", 100)
+    monkeypatch.setattr(cpu, "IOV_MAX", 130)
     rng = np.random.default_rng(1)
     array = rng.integers(0, 256, (3_000, 64), np.uint8)
     tensor = array.copy()
@@ -147,7 +150,25 @@ def test_a_read_only_array_and_a_tensor_elsewhere_are_refused() -> None:
 @needs_kernel
 def test_a_copy_that_the_kernel_cuts_short_is_an_error() -> None:
     """Memory that is not there: the call moves fewer bytes than asked and says so."""
-    backend, _ = world(np.zeros((4, 100), np.uint8), vectored=True)
-    gather = backend._mover._gather  # type: ignore[union-attr]
-    with pytest.raises(CopyError, match="of 64 bytes"):
-        gather(ids(np.zeros(64, np.uint8).ctypes.data), ids(8), ids(64))
+    call = cpu._Gather(cpu._process_vm_readv())
+    target, source = np.zeros(64, np.uint8), np.ones(64, np.uint8)
+    call.add(ids(target.ctypes.data, target.ctypes.data + 32), ids(source.ctypes.data, 8), ids(32, 32))
+    with pytest.raises(CopyError, match="found 32 of 64 bytes"):
+        call.send()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.fault("B207")
+def test_the_real_region_and_one_that_its_owner_closed_early(plain: bool) -> None:
+    rng = np.random.default_rng(0)
+    tensor = rng.integers(0, 256, (40, 5_000), np.uint8)
+    region = HostRegion.create(RegionLayout(4, 3, ((7,), (5_000,))), plain=plain, prefault=False)
+    backend = CpuCopyBackend([GROUP], region, rank=1)
+    backend.register({"a": tensor})
+    expected = tensor[[9, 2, 5]].copy()
+    backend.copy(job(1, TransferKind.STORE, chunk(0, [9, 2, 5], 3)))
+    assert region.slots[3, 4096 : 4096 + 15_000].tobytes() == expected.tobytes()
+    assert int(region.checksums[3, 1]) == part_checksum(expected.tobytes())
+    region.close()
+    backend.copy(job(2, TransferKind.LOAD, chunk(0, [0, 1, 2], 3)))
+    assert np.array_equal(tensor[:3], expected)

@@ -47,7 +47,7 @@ def test_one_storage_for_all_layers() -> None:
         (50, 150, 50, 50),
         (100, 150, 50, 100),
     ]
-    whole = runs(GroupTransfer(0, ids(4, 5), ids(1, 1), ids(0, 1)), pages, 0, 4096, 1 << 20)
+    whole = runs(GroupTransfer(0, ids(4, 5), ids(1, 1), ids(0, 1)), pages, 0, 4096)
     assert whole.nbytes.tolist() == [300]
 
 
@@ -103,7 +103,7 @@ def test_rows_and_runs_name_the_same_bytes() -> None:
     pages = group_pages({"a": tensor}, A)
     t = GroupTransfer(0, rng.permutation(20)[:12], rng.permutation(30)[:12], rng.integers(0, 4, 12))
     by_run, by_row = set(), set()
-    found = runs(t, pages, 64, 1000, 1 << 20)
+    found = runs(t, pages, 64, 1000)
     for device, host, n in zip(found.device.tolist(), found.host.tolist(), found.nbytes.tolist(), strict=True):
         by_run |= {(device + i, host + i) for i in range(n)}
     for r in rows(t, pages, 64):

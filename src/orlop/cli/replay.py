@@ -43,7 +43,7 @@ class RunReport:
     @property
     def tokens_loaded_by_tier(self) -> dict[str, int]:
         """Loaded tokens by where they were found: ``host``, or a tier's name such as ``1:files``."""
-        prefix = "tokens_loaded_"
+        prefix = "tokens_loaded "
         return {name.removeprefix(prefix): int(value) for name, value in self.stats.items() if name.startswith(prefix)}
 
 

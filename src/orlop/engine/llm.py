@@ -219,10 +219,11 @@ class LLM:
         deadline = self._clock() + self.config.drain_deadline_s
         while self.has_work() and self._clock() < deadline:
             self.step()
-        if self.connector is not None:
-            self.connector.shutdown()
+        # Copies first: what they still write to host memory, the tiers below it may still keep.
         if self.runner.connector is not None:
             self.runner.connector.shutdown()
+        if self.connector is not None:
+            self.connector.shutdown()
 
     # --- help ---------------------------------------------------------------------------------------------
 
@@ -273,7 +274,11 @@ def _offloading(settings: Mapping[str, Any]) -> Connect:
 
     def connect(spec: EngineSpec, kv_caches: dict[str, Tensor]) -> tuple[WorkerHalf, SchedulerHalf]:
         worker = OffloadingConnector.worker(settings, spec)
-        worker.register_kv_caches(kv_caches)
-        return worker, OffloadingConnector.scheduler(settings, spec)
+        try:
+            worker.register_kv_caches(kv_caches)
+            return worker, OffloadingConnector.scheduler(settings, spec)
+        except BaseException:
+            worker.shutdown()
+            raise
 
     return connect

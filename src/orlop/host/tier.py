@@ -24,7 +24,7 @@ from orlop.host.slots import READY, RESERVED, RETIRED, Change, Slots, SlotState
 
 __all__ = ["HostTier", "SlotState"]
 
-FIRST_BATCH, LAST_BATCH = 64, 4096
+FIRST_BATCH, LAST_BATCH, GROWTH = 16, 4096, 4
 EVICTED_KEPT = 65536
 
 Table = dict[bytes, int]
@@ -47,9 +47,11 @@ class HostTier:
         self._policy = LRU(slots) if policy is None else policy
         self._ready: defaultdict[int, Table] = defaultdict(dict)
         self._reserved: defaultdict[int, Table] = defaultdict(dict)
-        self._key: list[bytes | None] = [None] * slots
+        self._key = [b""] * slots
+        """What a RESERVED or READY slot holds; of other slots what they held last."""
         self._group = np.zeros(slots, np.int32)
-        self._evicted: deque[tuple[int, bytes]] = deque(maxlen=EVICTED_KEPT)
+        self._evicted: deque[tuple[int, list[bytes]]] = deque()
+        self._evicted_kept = 0
         self.evictions = 0
         self.arrivals = 0
         self.room = 0
@@ -78,14 +80,14 @@ class HostTier:
 
     def ready_prefix(self, run: KeyRun) -> int:
         """How many leading chunks of ``run`` are READY."""
-        get = self._ready[run.group].get
+        there = self._ready[run.group].__contains__
         start, size = run.start, FIRST_BATCH
         while start < run.stop:
             stop = min(start + size, run.stop)
-            found = list(map(get, run.hashes[start:stop]))
-            if None in found:
-                return start + found.index(None) - run.start
-            start, size = stop, min(2 * size, LAST_BATCH)
+            missing = bytes(map(there, run.hashes[start:stop])).find(0)
+            if missing >= 0:
+                return start + missing - run.start
+            start, size = stop, min(GROWTH * size, LAST_BATCH)
         return len(run)
 
     def ready_slots(self, run: KeyRun) -> Int64Array:
@@ -109,10 +111,10 @@ class HostTier:
 
     def slots_of(self, run: KeyRun) -> Int64Array:
         """Per key its slot, RESERVED or READY, or -1; int64."""
-        keys = run.keys()
-        slots = np.fromiter(map(self._ready[run.group].get, keys, repeat(-1)), np.int64, len(run))
+        slots = self._ready_or_none(run)
         reserved = self._reserved[run.group]
         if reserved:
+            keys = run.keys()
             for i in np.flatnonzero(slots < 0).tolist():
                 slots[i] = reserved.get(keys[i], -1)
         return slots
@@ -156,8 +158,7 @@ class HostTier:
         self._books.reserve(slots, _parents(slots, pieces, outer))
         self._group[slots] = run.group
         self._reserved[run.group].update(zip(keys, taken, strict=True))
-        for key, slot in zip(keys, taken, strict=True):
-            self._key[slot] = key
+        _exhaust(map(self._key.__setitem__, taken, keys))
         self._adopt(run, pieces)
         return slots
 
@@ -168,7 +169,8 @@ class HostTier:
             return
         change = self._books.publish(slots)
         for group, part in self._by_group(slots):
-            keys, numbers = self._keys_of(part)
+            numbers = part.tolist()
+            keys = self._keys_of(numbers)
             _remove(self._reserved[group], keys)
             self._ready[group].update(zip(keys, numbers, strict=True))
             self._policy.insert(group, keys, part)
@@ -177,10 +179,10 @@ class HostTier:
 
     def touch(self, run: KeyRun) -> None:
         """The READY chunks of ``run`` were of use; the first ends up as the most recent."""
-        found = list(map(self._ready[run.group].get, run.keys()))
-        present = [s for s in found if s is not None] if None in found else found
-        if present:
-            self._policy.touch(np.array(present, np.int64))
+        slots = self._ready_or_none(run)
+        present = slots[slots >= 0]
+        if present.size:
+            self._policy.touch(present)
 
     # --- holds and leases -------------------------------------------------------------------------------
 
@@ -217,9 +219,11 @@ class HostTier:
         self._drop(np.flatnonzero((state == RESERVED) | (state == READY)))
 
     def take_evicted(self) -> list[tuple[int, bytes]]:
-        """``(group, hash)`` of READY chunks that lost their key since the last call; the last 65536 of them."""
-        evicted = list(self._evicted)
+        """``(group, hash)`` of READY chunks that lost their key since the last call, in no order;
+        the last 65536 of them."""
+        evicted = [(group, key) for group, keys in self._evicted for key in keys]
         self._evicted.clear()
+        self._evicted_kept = 0
         return evicted
 
     # --- the recount --------------------------------------------------------------------------------------
@@ -235,14 +239,12 @@ class HostTier:
             for group, table in tables.items():
                 for key, slot in table.items():
                     right = self._key[slot] is key and self._group[slot] == group and slot not in seen
-                    if not right or self._books.state_of[slot] != state:
+                    if not right or self._books.state[slot] != state:
                         raise InvariantError(f"group {group}: key {key.hex()} and slot {slot} disagree")
                     seen[slot] = state
         resident = np.flatnonzero((self._books.state == RESERVED) | (self._books.state == READY))
         _equal("slots that the tables name", sorted(seen), resident.tolist())
-        keyed = [slot for slot, key in enumerate(self._key) if key is not None]
-        _equal("slots that have a key", keyed, resident.tolist())
-        may_leave = np.flatnonzero(self._books.candidate).tolist()
+        may_leave = np.flatnonzero(self._books.reasons == 0).tolist()
         _equal("the policy's candidates", sorted(self._policy.candidates()), may_leave)
         for word, given, book in (("holds", holds, self._books.holds), ("leases", leases, self._books.leases)):
             if given is not None:
@@ -254,6 +256,10 @@ class HostTier:
     def _resident(self, group: int, block_hash: bytes) -> int:
         slot = self._ready[group].get(block_hash, -1)
         return slot if slot >= 0 else self._reserved[group].get(block_hash, -1)
+
+    def _ready_or_none(self, run: KeyRun) -> Int64Array:
+        """Per key its slot where READY, else -1."""
+        return np.fromiter(map(self._ready[run.group].get, run.keys(), repeat(-1)), np.int64, len(run))
 
     def _require_absent(self, group: int, keys: Sequence[bytes]) -> None:
         for table in (self._ready[group], self._reserved[group]):
@@ -277,29 +283,55 @@ class HostTier:
         return True
 
     def _evict(self, n: int) -> None:
-        books, policy = self._books, self._policy
+        """Free ``n`` slots one by one, each parent a candidate as soon as its last child is gone."""
+        reasons_of, parent_of, policy = self._books.reasons_of, self._books.parent_of, self._policy
+        pop, replace = policy.pop, policy.replace
         victims: list[int] = []
+        joined = 0
+        slot = joins = -1
         try:
             for _ in range(n):
-                slot = policy.pop()
-                if not books.candidate_of[slot]:
+                slot = pop() if joins < 0 else replace(joins, slot)
+                joins = -1
+                if reasons_of[slot]:
                     raise InvariantError(f"{type(policy).__name__} chose slot {slot}, which may not leave")
+                reasons_of[slot] = 1
                 victims.append(slot)
-                parent = books.vacate(slot)
+                parent = parent_of[slot]
                 if parent >= 0:
-                    policy.inherit(parent, slot)
-                    self._offer(books.unkeep((parent,)))
+                    left = reasons_of[parent] - 1
+                    reasons_of[parent] = left
+                    if left:
+                        policy.inherit(parent, slot)
+                    else:
+                        joined += 1
+                        joins = parent
         finally:
-            self._forget_ready(np.array(victims, np.int64))
+            if joins >= 0:
+                policy.inherit(joins, slot)
+                policy.offer((joins,))
+            gone = np.array(victims, np.int64)
+            self._books.vacate(gone, joined)
+            self._forget_ready(gone)
 
     def _forget_ready(self, slots: Int64Array) -> None:
         for group, part in self._by_group(slots):
-            keys, numbers = self._keys_of(part)
+            keys = self._keys_of(part.tolist())
             _remove(self._ready[group], keys)
-            self._evicted.extend(zip(repeat(group), keys))
-            for slot in numbers:
-                self._key[slot] = None
+            self._note_evicted(group, keys)
         self.evictions += len(slots)
+
+    def _note_evicted(self, group: int, keys: list[bytes]) -> None:
+        # By the batch, because a tuple for each key would cost more than forgetting it.
+        self._evicted.append((group, keys))
+        self._evicted_kept += len(keys)
+        while self._evicted_kept > EVICTED_KEPT:
+            group, oldest = self._evicted.popleft()
+            surplus = self._evicted_kept - EVICTED_KEPT
+            self._evicted_kept -= len(oldest)
+            if surplus < len(oldest):
+                self._evicted.appendleft((group, oldest[surplus:]))
+                self._evicted_kept += len(oldest) - surplus
 
     def _drop(self, slots: Int64Array) -> None:
         if not slots.size:
@@ -309,10 +341,7 @@ class HostTier:
         self._policy.forget(ready)
         self._forget_ready(ready)
         for group, part in self._by_group(reserved):
-            keys, numbers = self._keys_of(part)
-            _remove(self._reserved[group], keys)
-            for slot in numbers:
-                self._key[slot] = None
+            _remove(self._reserved[group], self._keys_of(part.tolist()))
         self._changed(self._books.drop(slots))
 
     def _adopt(self, run: KeyRun, pieces: list[tuple[int, int]]) -> None:
@@ -329,27 +358,27 @@ class HostTier:
         right = state == expected[0]
         for other in expected[1:]:
             right |= state == other
-        if right.all():
+        if np.count_nonzero(right) == len(slots):
             return slots
-        if not (right | (state == RETIRED)).all():
-            wrong = int(slots[~right & (state != RETIRED)][0])
+        wrong = np.flatnonzero(~right & (state != RETIRED))
+        if wrong.size:
             raise InvariantError(
-                f"found slot {wrong} {SlotState(self._books.state_of[wrong]).name}, "
+                f"found slot {slots[wrong[0]]} {SlotState(state[wrong[0]]).name}, "
                 f"expected {' or '.join(SlotState(s).name for s in expected)}"
             )
-        return slots[right]
+        kept: Int64Array = slots[right]
+        return kept
 
     def _by_group(self, slots: Int64Array) -> Iterator[tuple[int, Int64Array]]:
         groups = self._group[slots]
-        if groups.size and (groups == groups[0]).all():
+        if groups.size and np.count_nonzero(groups != groups[0]) == 0:
             yield int(groups[0]), slots
         else:
             for group in np.unique(groups).tolist():
                 yield group, slots[groups == group]
 
-    def _keys_of(self, slots: Int64Array) -> tuple[list[bytes], list[int]]:
-        numbers: list[int] = slots.tolist()
-        return list(map(self._key.__getitem__, numbers)), numbers  # type: ignore[arg-type]
+    def _keys_of(self, slots: Sequence[int]) -> list[bytes]:
+        return list(map(self._key.__getitem__, slots))
 
     def _offer(self, slots: Sequence[int]) -> None:
         if slots:
@@ -388,7 +417,7 @@ def _keys(hashes: Sequence[bytes], pieces: list[tuple[int, int]]) -> Sequence[by
 
 def _parents(slots: Int64Array, pieces: list[tuple[int, int]], outer: list[int]) -> Int64Array:
     """Each slot's parent: the one before it in its piece, or what the piece as a whole extends."""
-    parents = np.empty_like(slots)
+    parents: Int64Array = np.empty_like(slots)
     parents[1:] = slots[:-1]
     at = 0
     for (start, stop), parent in zip(pieces, outer, strict=True):
@@ -398,7 +427,12 @@ def _parents(slots: Int64Array, pieces: list[tuple[int, int]], outer: list[int])
 
 
 def _remove(table: Table, keys: Collection[bytes]) -> None:
-    deque(map(table.__delitem__, keys), maxlen=0)
+    _exhaust(map(table.__delitem__, keys))
+
+
+def _exhaust(calls: Iterator[object]) -> None:
+    """Make calls that are only worth their effect, without Python between two of them."""
+    deque(calls, maxlen=0)
 
 
 def _equal(what: str, found: object, expected: object) -> None:

@@ -91,6 +91,7 @@ class OffloadingConnectorScheduler:
         self._current_batch_jobs_to_flush: set[int] = set()
         self._current_batch_allocated_block_ids: set[int] = set()
         self._current_batch_loads_to_fail: list[int] = []
+        self._device_is_old = False
         self._next_life = 1
         self._next_job = 1
 
@@ -186,8 +187,13 @@ class OffloadingConnectorScheduler:
 
     # --- the whole ---------------------------------------------------------------------------------------
 
-    def reset_cache(self, generation: bytes, *, now: float) -> None:
-        """Nothing from before is served. ``generation``: 16 fresh random bytes. Nothing blocks."""
+    def reset_cache(self, generation: bytes, *, now: float, device_cleared: bool = True) -> None:
+        """Nothing from before is served. ``generation``: 16 fresh random bytes. Nothing blocks.
+
+        ``device_cleared`` False: the engine could not forget the device's own prefix cache, because requests hold
+        blocks of it. Then nothing is stored of a life that starts on top of such blocks, until a reset clears them.
+        """
+        self._device_is_old = not device_cleared
         for state in [s for s in self._req_status.values() if s.finished]:
             self._end_life(state)
         self._owed.clear()
@@ -504,6 +510,7 @@ class OffloadingConnectorScheduler:
             state = self._live.get(new.req_id)
             if state is not None:
                 self._take_blocks(state, new.block_ids, new.num_computed_tokens)
+                self._note_start(state, new.num_computed_tokens)
                 self._note_tokens(state, new.num_computed_tokens, scheduled.get(new.req_id, 0))
                 touched.append(state)
         cached = output.scheduled_cached_reqs
@@ -517,6 +524,7 @@ class OffloadingConnectorScheduler:
             computed = cached.num_computed_tokens[i]
             if req_id in cached.resumed_req_ids:
                 self._take_blocks(state, block_ids, computed)
+                self._note_start(state, computed)
             else:
                 self._add_blocks(state, block_ids)
             self._note_tokens(state, computed, scheduled.get(req_id, 0))
@@ -535,6 +543,13 @@ class OffloadingConnectorScheduler:
             group.block_ids.extend(ids)
             self._current_batch_allocated_block_ids.update(ids)
 
+    def _note_start(self, state: RequestState, computed: int) -> None:
+        """A life starts, or starts again, on top of ``computed`` tokens that the device has."""
+        if computed == 0:
+            state.tainted = False
+        elif self._device_is_old:
+            state.tainted = True
+
     def _note_tokens(self, state: RequestState, computed: int, scheduled: int) -> None:
         self.counters["states_touched"] += 1
         state.load_base = None
@@ -543,8 +558,6 @@ class OffloadingConnectorScheduler:
         state.waited_for_load = None
         state.tokens_before_step = computed
         state.tokens_filled = computed + scheduled
-        if computed == 0:
-            state.tainted = False
 
     def _plan_owed(self, now: float) -> list[TransferJob]:
         """Last chunks of finished lives. Their blocks are free: what is handed out now is read first."""

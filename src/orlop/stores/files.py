@@ -423,7 +423,7 @@ class FilesStore(ChunkStore):
         with self._lock:
             entry = self._index.get(key)
             if entry is None:
-                return False
+                return True  # the scan has not met it yet, and shall find it used
             self._index.move_to_end(key)
             entry.last_use = now
             if abs(now - entry.marked) < self._touch_interval_s:
@@ -609,7 +609,7 @@ class FilesStore(ChunkStore):
             if new:
                 self._said[kind] = now
         if new:
-            log.warning("files tier: %s in %s failed: %s; further ones are only counted", verb, self._path, error)
+            log.warning("files tier: %s in %s failed (%s); further ones are counted", verb, self._path, _named(error))
         return _OUTCOMES.get(error.errno or 0, Outcome.IO_ERROR)
 
 

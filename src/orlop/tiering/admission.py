@@ -45,7 +45,7 @@ class StoreAfter:
         offers = self._offers.get(key, 0) + 1
         if offers == 1 and len(self._offers) >= self.capacity:
             self._forget_oldest_half()
-        self._offers[key] = min(offers, self.n)
+        self._offers[key] = offers
         return offers >= self.n
 
     def _forget_oldest_half(self) -> None:

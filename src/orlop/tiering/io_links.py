@@ -18,7 +18,6 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 from orlop.host.region import HostRegion
 from orlop.tiering.io_messages import Channel, FromWorker, Hello, IoOptions, StoreSpec, ToWorker
@@ -54,7 +53,7 @@ class Link(ABC):
 
     def epitaph(self) -> str:
         """How the worker ended, for the log."""
-        return "its threads have ended"
+        return "the I/O threads have ended"
 
 
 class ProcessLink(Link):
@@ -104,7 +103,8 @@ class ProcessLink(Link):
 
     def epitaph(self) -> str:
         code = self._process.returncode
-        return f"it was ended by signal {-code}" if code is not None and code < 0 else f"it ended with status {code}"
+        end = f"by signal {-code}" if code is not None and code < 0 else f"with status {code}"
+        return f"the I/O process has ended {end}"
 
 
 def _start(socket_fd: int, region_fd: int) -> subprocess.Popen[bytes]:
@@ -164,6 +164,4 @@ class ThreadLink(Link):
 
 def open_link(spec: StoreSpec, options: IoOptions, region: HostRegion, *, process: bool) -> Link:
     """Start a worker; ``OSError`` where the machine cannot."""
-    kind: Any = ProcessLink if process else ThreadLink
-    link: Link = kind(spec, options, region)
-    return link
+    return ProcessLink(spec, options, region) if process else ThreadLink(spec, options, region)

@@ -53,10 +53,10 @@ class StoreSpec:
 
 @dataclass(frozen=True, slots=True)
 class IoOptions:
-    """``threads`` move bytes, ``lookup_threads`` answer lookups. A transfer that has waited in the worker's queue
+    """What a worker needs to know beside its store. ``name`` is the tier's, for logs.
 
-    for longer than ``load_wait_s`` or ``store_wait_s`` when its turn comes is not tried any more. ``name``: the
-    tier's, for logs.
+    ``threads`` move bytes, ``lookup_threads`` answer lookups. A transfer that has waited in the worker's queue for
+    longer than ``load_wait_s`` or ``store_wait_s`` when its turn comes is not tried any more.
     """
 
     name: str

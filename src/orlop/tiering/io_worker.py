@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 
-from orlop.core import PAGE_BYTES, Namespace, Outcome
+from orlop.core import PAGE_BYTES, Namespace, Outcome, RegionLayout
 from orlop.errors import ConfigError, EnvelopeError, MissingExtra, StoreError
 from orlop.host.region import HostRegion
 from orlop.tiering import envelope
@@ -144,6 +144,7 @@ class IoWorker:
         self._region = region
         self._send = send
         self._ended = ended
+        self._parts = [_parts_of(region.layout, group) for group in range(region.layout.groups)]
         self._store: ChunkStore | None = None
         self._building = threading.Lock()
         # One lock for the queues and counts below, never held during I/O, and one bell per kind of thread.
@@ -362,7 +363,7 @@ class IoWorker:
                 namespace=Namespace(transfer.digest, transfer.generation),
                 key=key,
                 payload_bytes=transfer.payload_bytes,
-                parts=self._parts(transfer.group),
+                parts=self._parts[transfer.group],
             )
         except EnvelopeError as e:
             damaged.append(str(e.reason))
@@ -410,12 +411,8 @@ class IoWorker:
                     outcomes[i] = outcome
         return outcomes
 
-    def _parts(self, group: int) -> list[tuple[int, int]]:
-        layout = self._region.layout
-        return [(layout.part_offset(rank, group), layout.part_bytes(rank, group)) for rank in range(layout.ranks)]
-
     def _part_checksums(self, group: int, payload: memoryview) -> list[int]:
-        return [envelope.part_checksum(payload[offset : offset + n]) for offset, n in self._parts(group)]
+        return [envelope.part_checksum(payload[offset : offset + n]) for offset, n in self._parts[group]]
 
     @contextmanager
     def _views(self, slots: Sequence[int], nbytes: int) -> Iterator[list[memoryview]]:
@@ -585,6 +582,11 @@ def _report(job: _Job, now: float) -> Report:
         job.failed,
         job.damaged,
     )
+
+
+def _parts_of(layout: RegionLayout, group: int) -> list[tuple[int, int]]:
+    """``(offset, nbytes)`` of each rank's part in a slot."""
+    return [(layout.part_offset(rank, group), layout.part_bytes(rank, group)) for rank in range(layout.ranks)]
 
 
 def _checked(outcomes: Sequence[Outcome], count: int) -> list[Outcome]:

@@ -32,7 +32,7 @@ from orlop.errors import ConfigError
 from orlop.host.region import HostRegion
 from orlop.tiering.base import SecondaryTierManager
 from orlop.tiering.breaker import Breaker, BreakerOptions, BreakerState
-from orlop.tiering.io_links import Link, open_link
+from orlop.tiering.io_links import Link, ProcessLink, open_link
 from orlop.tiering.io_messages import (
     OUTCOME_CODES,
     OUTCOMES,
@@ -71,7 +71,8 @@ class RunnerOptions:
     one that is older than ``lookup_limit_s`` is answered with nothing found and counts as a time-out.
     ``load_wait_s`` and ``store_wait_s``: a transfer that waited longer for its turn is not tried. ``max_retired``:
     slots retired past their deadline above which the breaker opens. ``restart_s`` is the first pause before a dead
-    I/O process is started again, doubled up to ``max_restart_s``.
+    I/O process is started again, doubled up to ``max_restart_s``. ``most_posted``: messages on their way to the
+    worker above which touches are dropped.
     """
 
     name: str
@@ -163,6 +164,11 @@ class TierRunner(SecondaryTierManager):
         """
         return self._pump.wait_ready(timeout_s)
 
+    @property
+    def io_pid(self) -> int | None:
+        """The I/O process while one is there; None between two of them, and in thread mode. For tools and tests."""
+        return self._pump.io_pid()
+
     # --- lookups -----------------------------------------------------------------------------------
 
     def lookup_prefix(
@@ -205,6 +211,9 @@ class TierRunner(SecondaryTierManager):
     def _submit(self, job: TierJob, bound: int, refused: str, now: float) -> None:
         self._crank(now)
         self._namespace = job.namespace
+        if not job.keys:
+            self._results.append(TierResult(job.job_id, ()))
+            return
         entry = _Open(job, -1)
         queued = self._open_bytes[job.kind]
         reason = ""
@@ -262,7 +271,11 @@ class TierRunner(SecondaryTierManager):
             self._breaker.stalled(now, "jobs are past their deadline")
 
     def get_stats(self) -> Mapping[str, float]:
-        """See docs: ``*_bytes`` gauges of the queues, ``breaker_state`` 0 closed, 1 half-open, 2 open."""
+        """Counters since the start; gauges are ``queue_bytes``, ``load_queue_bytes``, ``open_*``, ``breaker_state``.
+
+        ``read_<outcome>`` and ``written_<outcome>`` count chunks, ``damaged_<reason>`` those that did not verify;
+        ``store_<name>`` is the store's own. ``breaker_state``: 0 closed, 1 half-open, 2 open.
+        """
         load, store = TransferKind.LOAD, TransferKind.STORE
         return {
             **{f"store_{name}": value for name, value in self._store_stats.items()},
@@ -327,16 +340,20 @@ class TierRunner(SecondaryTierManager):
             gone = Outcome.MISSING if kind is TransferKind.LOAD else Outcome.UNAVAILABLE
             outcomes = tuple(gone if outcome is Outcome.OK else outcome for outcome in outcomes)
         self._count(report, kind, outcomes)
-        if report.failed:
-            self._log_failure(report, kind, now)
-            self._breaker.failed(entry.ticket, now, report.reason)
-        elif Outcome.UNAVAILABLE in outcomes:
-            self._breaker.withdraw(entry.ticket, now)
-        else:
-            self._breaker.succeeded(entry.ticket, now)
+        if not self._closed:
+            self._judge(report, entry, outcomes, now)
         self._results.append(
             TierResult(report.job_id, outcomes, report.nbytes, report.seconds, report.reason, released)
         )
+
+    def _judge(self, report: Report, entry: _Open, outcomes: Sequence[Outcome], now: float) -> None:
+        if report.failed:
+            self._log_failure(report, entry.job.kind, now)
+            self._breaker.failed(entry.ticket, now, report.reason)
+        elif Outcome.UNAVAILABLE in outcomes:  # overtaken by a clear
+            self._breaker.withdraw(entry.ticket, now)
+        else:
+            self._breaker.succeeded(entry.ticket, now)
 
     def _count(self, report: Report, kind: TransferKind, outcomes: Sequence[Outcome]) -> None:
         verb = "read" if kind is TransferKind.LOAD else "written"
@@ -447,6 +464,10 @@ class _Pump:
     def posted(self) -> int:
         return self._posted.qsize()
 
+    def io_pid(self) -> int | None:
+        link = self._link
+        return link.pid if isinstance(link, ProcessLink) else None
+
     def wait_ready(self, timeout_s: float) -> str | None:
         if not self._decided.wait(timeout_s):
             return f"tier {self._options.name}: the store did not open within {timeout_s:g} s"
@@ -483,7 +504,7 @@ class _Pump:
                 for message in batch:
                     self._remember(message)
                 if link is None:
-                    self._settle("the I/O process is not running", released=True)
+                    self._settle("no I/O worker is running", released=True)
             if link is None:
                 self._notify()
                 continue
@@ -506,6 +527,18 @@ class _Pump:
     # --- owner ----------------------------------------------------------------------------------------
 
     def _own(self) -> None:
+        try:
+            self._live_on()
+        finally:  # after a fault of ours too: nobody may wait for a thread that is gone
+            with self._lock:
+                link, self._link = self._link, None
+                self._settle("the runner has lost its own thread", released=False)
+            if link is not None:
+                link.kill()
+            self._first_try.set()
+            self._settled.set()
+
+    def _live_on(self) -> None:
         pause_s = self._options.restart_s
         while True:
             was_ready = self._live_once()
@@ -516,7 +549,6 @@ class _Pump:
                 break
             pause_s = min(2 * pause_s, self._options.max_restart_s)
             self.restarts += 1
-        self._settled.set()
 
     def _live_once(self) -> bool:
         """One life of the worker, from start to death; whether its store was open."""
@@ -528,7 +560,7 @@ class _Pump:
         self._publish(link)
         was_ready = self._receive_all(link)
         gone = link.end(KILL_GRACE_S)
-        reason = f"the I/O process is dead: {link.epitaph()}"
+        reason = "the tier was shut down before it was done" if self._stopping.is_set() else link.epitaph()
         with self._lock:
             self._link = None
             held = [] if gone else list(self._jobs)
@@ -610,9 +642,9 @@ class _Pump:
 
     def _outlive(self, link: Link, held: Sequence[int]) -> None:
         """What could not be ended may still touch its slots: wait with this thread, not with the engine's."""
-        if self._stopping.is_set():
-            self._settled.set()
+        self._settled.set()  # all has been said; the sender answers whatever comes meanwhile
         link.wait_gone()
+        self._settled.clear()
         self.arrived.extend(_Released(job_id) for job_id in held)
         self._notify()
 

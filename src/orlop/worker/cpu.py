@@ -16,7 +16,6 @@ import ctypes
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,21 +25,27 @@ import xxhash
 from orlop.core import GroupTransfer, Int64Array, KVGroup, TransferJob, TransferKind
 from orlop.errors import ConfigError, CopyError
 from orlop.worker.base import CopyBackend
-from orlop.worker.layout import GroupPages, Runs, SlotMemory, checked, group_pages, part_of, rows, runs, whole_slots
+from orlop.worker.layout import GroupPages, SlotMemory, checked, group_pages, part_of, rows, runs, whole_slots
 
-STORE_BATCH_BYTES = 16 << 20
-"""Copied, then hashed while still in the cache; also bounds how long hashing holds the GIL (about 1 ms)."""
+STORE_BATCH_BYTES = 8 << 20
+"""Copied, then hashed while still in the cache; also bounds how long hashing holds the GIL (below 1 ms)."""
 
 LOAD_BATCH_BYTES = 256 << 20
 STAGE_BYTES = 16 << 20
-MAX_RUN_BYTES = 64 << 20
-"""A run per kernel call stays below this, so that 16 of them stay far below the kernel's 2 GiB per call."""
-
 CALL_BYTES = 256 << 20
+"""About so much per kernel call: below the kernel's limit of 2 GiB, long enough to be worth the call."""
+
+PLAN_RUNS = 500
+"""Runs are planned so many at a time: on longer arrays numpy lets go of the GIL in every operation."""
+
 HASH_STEP_BYTES = 64 << 10
 """xxhash drops the GIL for buffers from 100,000 bytes; beside a busy thread that costs 5 ms per chunk."""
 
 IOV_MAX = 1024
+
+
+Slots = npt.NDArray[np.uint8]
+"""uint8 (slots, slot_bytes). Holding the array keeps the region mapped, also when its owner closes it."""
 
 
 class Mover(Protocol):
@@ -70,14 +75,14 @@ class CpuCopyBackend(CopyBackend):
         vectored: bool | None = None,
     ) -> None:
         self._groups = tuple(groups)
-        self._memory = memory
+        self._layout = memory.layout
+        self._slots, self._checksums = memory.slots, memory.checksums
         self._rank = rank
         self._num_blocks = num_blocks
         self._verify_loads = verify_loads
-        self._tensors: Mapping[str, Any] = {}
-        self._pages: tuple[GroupPages, ...] = ()
+        self._bound: tuple[Mapping[str, Any], tuple[GroupPages, ...]] = ({}, ())
         use_kernel = kernel_can_gather() if vectored is None else vectored
-        self._mover: Mover = VectoredMover(memory) if use_kernel else StagedMover(memory)
+        self._mover: Mover = VectoredMover(memory.slots) if use_kernel else StagedMover(memory.slots)
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Learn the tensors; ``ConfigError`` for an unknown layout or bytes that differ from the region's layout."""
@@ -86,23 +91,23 @@ class CpuCopyBackend(CopyBackend):
                 _refuse_foreign(layer, tensor)
         pages = tuple(group_pages(kv_caches, g, self._num_blocks) for g in self._groups)
         counted = tuple(p.page_bytes for p in pages)
-        expected = self._memory.layout.page_bytes[self._rank]
+        expected = self._layout.page_bytes[self._rank]
         if counted != expected:
             raise ConfigError(
                 f"rank {self._rank}: found {counted} bytes per block in the KV tensors, expected {expected} as in the "
                 "host region's layout, per KV group; make the region from the page_bytes() of these tensors"
             )
-        self._tensors, self._pages = dict(kv_caches), pages
+        self._bound = dict(kv_caches), pages
 
     def forget(self) -> None:
-        self._tensors, self._pages = {}, ()
+        self._bound = {}, ()
 
     def copy(self, job: TransferJob) -> int:
         """Move one job's bytes; ``CopyError`` where it must not or cannot be done."""
-        pages = self._pages
+        _held, pages = self._bound  # pages are addresses: the tensors stay as long as this copy needs them
         if not pages:
             raise CopyError(f"job {job.job_id}: found no KV tensors registered, expected register() before copies")
-        transfers = checked(job, self._memory.layout, pages)
+        transfers = checked(job, self._layout, pages)
         if job.kind is TransferKind.STORE:
             for t in transfers:
                 self._store(t, pages[t.group])
@@ -112,19 +117,19 @@ class CpuCopyBackend(CopyBackend):
         return sum(len(t.block_ids) * pages[t.group].page_bytes for t in transfers)
 
     def _store(self, t: GroupTransfer, pages: GroupPages) -> None:
-        layout = self._memory.layout
+        layout = self._layout
         part_offset = layout.part_offset(self._rank, t.group)
         chunks = max(1, STORE_BATCH_BYTES // layout.part_bytes(self._rank, t.group))
         for batch in _batches(t, chunks * layout.blocks_per_chunk):
             self._mover.move(False, batch, pages, part_offset)
             for slot in batch.slots[:: layout.blocks_per_chunk].tolist():
-                self._memory.checksums[slot, self._rank] = self._checksum(slot, t.group)
+                self._checksums[slot, self._rank] = self._checksum(slot, t.group)
 
     def _load(self, job: TransferJob, t: GroupTransfer, pages: GroupPages) -> None:
-        layout = self._memory.layout
+        layout = self._layout
         if self._verify_loads:
             for slot in whole_slots(t, layout.blocks_per_chunk).tolist():
-                if self._checksum(slot, t.group) != int(self._memory.checksums[slot, self._rank]):
+                if self._checksum(slot, t.group) != int(self._checksums[slot, self._rank]):
                     raise CopyError(
                         f"job {job.job_id}: found other bytes in slot {slot} than its checksum says, expected those "
                         "that were stored; the memory or a writer of that slot is at fault"
@@ -134,9 +139,9 @@ class CpuCopyBackend(CopyBackend):
             self._mover.move(True, batch, pages, part_offset)
 
     def _checksum(self, slot: int, group: int) -> int:
-        layout = self._memory.layout
+        layout = self._layout
         start = layout.part_offset(self._rank, group)
-        part = memoryview(self._memory.slots[slot])[start : start + layout.part_bytes(self._rank, group)]
+        part = memoryview(self._slots[slot])[start : start + layout.part_bytes(self._rank, group)]
         state = xxhash.xxh3_64()
         for at in range(0, len(part), HASH_STEP_BYTES):
             state.update(part[at : at + HASH_STEP_BYTES])
@@ -161,34 +166,50 @@ def _refuse_foreign(layer: str, tensor: Any) -> None:
 class VectoredMover:
     """Moves runs with ``process_vm_readv`` on this process: one copy per byte, 1,024 runs per call."""
 
-    def __init__(self, memory: SlotMemory) -> None:
-        self._memory = memory
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
         self._call = _process_vm_readv()
 
     def move(self, to_device: bool, t: GroupTransfer, pages: GroupPages, part_offset: int) -> None:
-        slots = self._memory.slots
-        found = runs(t, pages, part_offset, slots.strides[0], MAX_RUN_BYTES)
-        host = found.host + slots.ctypes.data
-        target, source = (found.device, host) if to_device else (host, found.device)
-        for first, last in _calls(found):
-            self._gather(target[first:last], source[first:last], found.nbytes[first:last])
+        call = _Gather(self._call)
+        for few in _batches(t, max(1, min(PLAN_RUNS // len(pages.pieces), CALL_BYTES // pages.page_bytes))):
+            found = runs(few, pages, part_offset, self._slots.strides[0])
+            host = found.host + self._slots.ctypes.data
+            target, source = (found.device, host) if to_device else (host, found.device)
+            call.add(target, source, found.nbytes)
+        call.send()
 
-    def _gather(self, target: Int64Array, source: Int64Array, nbytes: Int64Array) -> None:
-        local, remote = np.stack((target, nbytes), axis=1), np.stack((source, nbytes), axis=1)
-        n, expected = len(nbytes), int(nbytes.sum())
-        moved = self._call(os.getpid(), local.ctypes.data, n, remote.ctypes.data, n, 0)
+
+class _Gather:
+    """Collects runs and copies them in calls of at most ``IOV_MAX`` runs and about ``CALL_BYTES``."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._target = np.empty((IOV_MAX, 2), np.int64)
+        self._source = np.empty((IOV_MAX, 2), np.int64)
+        self._runs = 0
+        self._nbytes = 0
+
+    def add(self, target: Int64Array, source: Int64Array, nbytes: Int64Array) -> None:
+        for at in range(0, len(nbytes), IOV_MAX):
+            self._add(target[at : at + IOV_MAX], source[at : at + IOV_MAX], nbytes[at : at + IOV_MAX])
+
+    def _add(self, target: Int64Array, source: Int64Array, nbytes: Int64Array) -> None:
+        total = int(nbytes.sum())
+        if self._runs + len(nbytes) > IOV_MAX or self._nbytes + total > CALL_BYTES:
+            self.send()
+        new = slice(self._runs, self._runs + len(nbytes))
+        self._target[new, 0], self._target[new, 1] = target, nbytes
+        self._source[new, 0], self._source[new, 1] = source, nbytes
+        self._runs, self._nbytes = new.stop, self._nbytes + total
+
+    def send(self) -> None:
+        runs, expected = self._runs, self._nbytes
+        self._runs = self._nbytes = 0
+        moved = self._call(os.getpid(), self._target.ctypes.data, runs, self._source.ctypes.data, runs, 0)
         if moved != expected:
-            raise CopyError(
-                f"found {moved} of {expected} bytes copied, expected all: "
-                f"{os.strerror(ctypes.get_errno()) if moved < 0 else 'memory that is not mapped'}"
-            )
-
-
-def _calls(found: Runs) -> list[tuple[int, int]]:
-    """Ranges of runs for one kernel call each: at most ``IOV_MAX`` runs, about ``CALL_BYTES``."""
-    marks = np.cumsum(found.nbytes) // CALL_BYTES
-    cuts = [0, *(np.diff(marks).nonzero()[0] + 1).tolist(), len(found.nbytes)]
-    return [(at, min(at + IOV_MAX, b)) for a, b in pairwise(cuts) for at in range(a, b, IOV_MAX)]
+            why = os.strerror(ctypes.get_errno()) if moved < 0 else "memory that is not mapped"
+            raise CopyError(f"found {moved} of {expected} bytes copied, expected all: {why}")
 
 
 def _process_vm_readv() -> Any:
@@ -218,14 +239,14 @@ def kernel_can_gather() -> bool:
 class StagedMover:
     """Moves rows with numpy through a stage of at most ``STAGE_BYTES``, one per thread."""
 
-    def __init__(self, memory: SlotMemory) -> None:
-        self._memory = memory
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
         self._local = threading.local()
 
     def move(self, to_device: bool, t: GroupTransfer, pages: GroupPages, part_offset: int) -> None:
         for r in rows(t, pages, part_offset):
             device = _device_rows(r.piece.address, r.piece.block_stride, r.piece.nbytes, pages.blocks)
-            host = self._memory.slots[:, r.column : r.column + r.piece.nbytes]
+            host = self._slots[:, r.column : r.column + r.piece.nbytes]
             step = max(1, STAGE_BYTES // r.piece.nbytes)
             for at in range(0, len(r.slots), step):
                 block_ids, slots = r.block_ids[at : at + step], r.slots[at : at + step]

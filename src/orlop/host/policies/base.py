@@ -60,7 +60,16 @@ class EvictionPolicy(ABC):
         """Choose a candidate; its chunk is gone with the return. Called only while there is one."""
 
     def inherit(self, parent: int, child: int) -> None:
-        """Right after ``pop`` returned ``child``: ``parent`` was needed whenever it was. Comes before an offer."""
+        """After ``pop`` returned ``child``: ``parent`` was needed whenever ``child`` was. It is no candidate yet."""
+
+    def replace(self, parent: int, child: int) -> int:
+        """After ``pop`` returned ``child``, the last one of ``parent``: offer ``parent`` and choose the next victim.
+
+        Peeling a long chain is one such call per chunk, so a policy may say it in a faster way.
+        """
+        self.inherit(parent, child)
+        self.offer((parent,))
+        return self.pop()
 
     @abstractmethod
     def candidates(self) -> Collection[int]:

@@ -14,8 +14,8 @@ use that made it stale. If one ``pop`` meets many (a sixteenth of the heap), all
 operation, which costs about as much as the repairs so far; a pop stays below 10 ms for 100,000 candidates all of
 which were used since the last one.
 
-A parent that is offered when its last child leaves is often the next victim. It waits beside the heap, so that
-peeling a chain from its end costs no walk through the heap.
+A parent whose last child has left is often the next victim: where its key is below every entry, it is chosen without
+entering the heap, so that peeling a chain from its end costs no walk through the heap.
 """
 
 from __future__ import annotations
@@ -46,8 +46,6 @@ class LRU(EvictionPolicy):
         self._offers = np.frombuffer(self._offered, np.uint8)
         self._queued = bytearray(slots)
         self._heap: list[int] = []
-        self._beside = -1
-        """One entry that was offered and not yet pushed, -1 for none."""
 
     def insert(self, group: int, hashes: Sequence[bytes], slots: Int64Array) -> None:
         self.touch(slots)
@@ -63,11 +61,7 @@ class LRU(EvictionPolicy):
             if self._queued[slot]:
                 continue
             self._queued[slot] = 1
-            entry = self._tick_of[slot] << SLOT_BITS | slot
-            if self._beside < 0:
-                self._beside = entry
-            else:
-                heappush(self._heap, entry)
+            heappush(self._heap, self._tick_of[slot] << SLOT_BITS | slot)
 
     def withdraw(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -78,7 +72,7 @@ class LRU(EvictionPolicy):
 
     def pop(self) -> int:
         repairs = 0
-        entry = self._lowest()
+        entry = heappop(self._heap)
         while True:
             slot = entry & SLOT_MASK
             if not self._offered[slot]:
@@ -100,15 +94,21 @@ class LRU(EvictionPolicy):
         if self._tick_of[parent] < self._tick_of[child]:
             self._tick_of[parent] = self._tick_of[child]
 
+    def replace(self, parent: int, child: int) -> int:
+        tick_of = self._tick_of
+        tick = tick_of[child]
+        if tick_of[parent] < tick:
+            tick_of[parent] = tick
+        else:
+            tick = tick_of[parent]
+        if not self._heap or tick << SLOT_BITS | parent < self._heap[0]:
+            return parent
+        self.offer((parent,))
+        return self.pop()
+
     def candidates(self) -> Collection[int]:
         found: list[int] = np.flatnonzero(self._offers).tolist()
         return found
-
-    def _lowest(self) -> int:
-        if self._beside < 0:
-            return heappop(self._heap)
-        entry, self._beside = self._beside, -1
-        return heappushpop(self._heap, entry)
 
     def _sort(self) -> None:
         """Every candidate with its present key; a sorted list is a heap."""

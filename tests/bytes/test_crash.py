@@ -1,0 +1,71 @@
+"""kill -9 of an engine at any moment, and its restart: no wrong byte, nothing left, what was published is found."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHILD = Path(__file__).with_name("crash_child.py")
+ROUNDS = int(os.environ.get("CRASH_ROUNDS", "6"))
+
+
+def start(path: Path, seed: int, count: int) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, str(CHILD), str(path), str(seed), str(count)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def io_processes_of(pid: int) -> list[int]:
+    """Children of ``pid``, by the kernel's own lists, one per thread that started them."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for path in lists for child in path.read_text(encoding="ascii").split()]
+
+
+def wait_gone(pid: int, timeout_s: float = 30.0) -> bool:
+    """Whether the process ends by itself within the limit; asks the kernel, which tells through a pidfd."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([fd], [], [], timeout_s)[0])
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.crash
+@pytest.mark.fault("B202")
+@pytest.mark.fault("B108")
+def test_an_engine_killed_at_any_moment_leaves_nothing_wrong_and_nothing_behind(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    shm_before = set(os.listdir("/dev/shm"))
+    store = tmp_path / "store"
+    for life in range(ROUNDS):
+        child = start(store, life, 0)
+        assert child.stdout is not None
+        output = map(str.strip, child.stdout)
+        assert next(output) == "started"
+        for _ in range(rng.randrange(0, 60)):
+            assert next(output).isdigit(), "the engine ended by itself"
+        children = io_processes_of(child.pid)
+        os.kill(child.pid, signal.SIGKILL)
+        assert child.wait(30) == -signal.SIGKILL
+        assert children, "an engine with a files tier has an I/O process"
+        assert all(wait_gone(pid) for pid in children), "an I/O process outlives its engine"
+        child.stdout.close()
+    assert set(os.listdir("/dev/shm")) <= shm_before
+
+    last = start(store, 1000, 60)
+    told = last.communicate(timeout=120)[0].splitlines()
+    assert last.returncode == 0, told[-3:]
+    assert told[-1].startswith("tokens from files:")
+    assert int(told[-1].split()[-1]) > 0, "what earlier lives published is not found"
+    leftovers = [p for p in store.rglob("*") if p.is_file() and len(p.name) != 40 and not p.name.endswith(".json")]
+    assert not leftovers, "temporary files of dead writers are left"
