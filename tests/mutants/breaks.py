@@ -16,6 +16,7 @@ MANAGER = "orlop/tiering/manager.py"
 CONTRACT = "tests/scheduler/test_contract.py::"
 STORE_TESTS = "tests/scheduler/test_stores.py::"
 LOAD_TESTS = "tests/scheduler/test_loads.py::"
+COST_TESTS = "tests/scheduler/test_cost.py::"
 LOOKUP_SCENARIOS = "tests/scenarios/test_tier_lookups.py::"
 CAPACITY_SCENARIOS = "tests/scenarios/test_capacity.py::"
 
@@ -203,6 +204,20 @@ BREAKS = (
         "group.cursor = plan.settled",
         "group.cursor = stop",
         STORE_TESTS + "test_declined_chunks_are_offered_again_and_leave_no_hole",
+    ),
+    Break(
+        "settled chunks are offered again with every block",
+        STORES,
+        "group.cursor = plan.settled",
+        "group.cursor = 0",
+        COST_TESTS + "test_a_decoding_request_is_touched_once_per_block_and_its_old_keys_never",
+    ),
+    Break(
+        "declined chunks are offered in every step",
+        SCHEDULER,
+        "            if (budget <= 0 and self._planner.is_behind(state)) or self._planner.lacks_keys(state):\n",
+        "            if self._planner.is_behind(state) or self._planner.lacks_keys(state):\n",
+        COST_TESTS + "test_declined_chunks_cost_one_offer_per_block_while_there_is_no_room",
     ),
     Break(
         "the first rank's report is everybody's",
