@@ -1,10 +1,11 @@
 """Threads of the engine's process, or a process of their own: who moves chunks faster beside a busy engine?
 
 In: a directory on the disk to measure. Out: a table of GB/s of both, beside an idle and a busy main thread, and what
-the I/O costs the main thread. Never: more than about 20 seconds, or anything left in the directory.
+the I/O costs the main thread. Never: more than about 20 seconds on a machine that has nothing else to do, or anything
+left in the directory.
 
 Method: one TierRunner over a FilesStore with direct I/O, once with ``io_process=False``, once with True; jobs of
-64 chunks, a bounded number in flight, four I/O threads. "Busy" means that the main thread does units of pure Python of
+4 MiB, a bounded number in flight, four I/O threads. "Busy" means that the main thread does units of pure Python of
 about 0.4 ms, as a scheduler step does, one after the other, and looks for reports in between. The price of the I/O is
 the 99th percentile of a unit, against the same units with no I/O at all. Bytes are verified in both directions, so
 the rates hold the hashing too. Two cores or more are needed to see anything.
@@ -36,9 +37,13 @@ from orlop.tiering.runner import RunnerOptions, TierRunner
 
 CHUNK_KIB = (64, 512)
 REGION_BYTES = 64 << 20
-JOB_CHUNKS = 64
-IN_FLIGHT = 4
+JOB_BYTES = 4 << 20
+MOST_BYTES = 2 << 30
+"""Of files; a disk that is faster than this writes them again."""
+IN_FLIGHT = 8
 PHASE_S = 0.8
+BUDGET_S = 20.0
+"""Past it no further size of chunk is begun."""
 UNIT_S = 0.0004
 NAMESPACE = Namespace(b"bench".ljust(16, b"\0"))
 
@@ -77,6 +82,7 @@ class Bed:
     def __init__(self, directory: str, chunk_bytes: int, *, io_process: bool) -> None:
         self.path = tempfile.mkdtemp(prefix="orlop-bench-", dir=directory)
         self.chunk_bytes = chunk_bytes
+        self.job_chunks = JOB_BYTES // chunk_bytes
         slots = REGION_BYTES // chunk_bytes
         self.region = HostRegion.create(RegionLayout(slots, 1, ((chunk_bytes,),)), prefault=False)
         rng = np.random.default_rng(0)
@@ -87,7 +93,7 @@ class Bed:
         self.runner = TierRunner(
             RunnerOptions("bench", queue_bytes=1 << 40, load_queue_bytes=1 << 40),
             self.region,
-            StoreSpec("orlop.stores.files:FilesStore", {"path": self.path, "max_bytes": 8 << 30}),
+            StoreSpec("orlop.stores.files:FilesStore", {"path": self.path, "max_bytes": 2 * MOST_BYTES}),
             io_process=io_process,
             notify=self.came.release,
         )
@@ -103,9 +109,10 @@ class Bed:
 
     def submit(self, kind: TransferKind, number: int) -> None:
         """Job ``number`` of its kind: always the same keys and, of the region, always the same slots."""
-        jobs = self.region.layout.slots // JOB_CHUNKS
-        slots = np.arange(JOB_CHUNKS, dtype=np.int64) + (number % jobs) * JOB_CHUNKS
-        keys = tuple((number * JOB_CHUNKS + i).to_bytes(32, "big") + bytes(4) for i in range(JOB_CHUNKS))
+        n = self.job_chunks
+        jobs = self.region.layout.slots // n
+        slots = np.arange(n, dtype=np.int64) + (number % jobs) * n
+        keys = tuple((number * n + i).to_bytes(32, "big") + bytes(4) for i in range(n))
         job = TierJob(next(self._ids), kind, 0, keys, slots, self.chunk_bytes, NAMESPACE)
         now = time.monotonic()
         (self.runner.submit_load if kind is TransferKind.LOAD else self.runner.submit_store)(job, now=now)
@@ -134,7 +141,7 @@ def run(bed: Bed, kind: TransferKind, first: int, last: int, unit: Unit | None) 
             units.append(unit())
         done += bed.finished()
     seconds = time.perf_counter() - began
-    return Phase(done * JOB_CHUNKS * bed.chunk_bytes / seconds / 1e9, units), done
+    return Phase(done * JOB_BYTES / seconds / 1e9, units), done
 
 
 @contextmanager
@@ -150,7 +157,7 @@ def measure(directory: str, chunk_kib: int, unit: Unit, *, io_process: bool) -> 
     """Writes and reads, beside an idle and a busy main thread."""
     phases: dict[tuple[str, str], Phase] = {}
     with open_bed(directory, chunk_kib, io_process=io_process) as bed:
-        most = (4 << 30) // (JOB_CHUNKS * bed.chunk_bytes)
+        most = MOST_BYTES // JOB_BYTES
         written = 0
         for beside in ("idle", "busy"):
             phases[beside, "write"], n = run(bed, TransferKind.STORE, written, most, unit if beside == "busy" else None)
@@ -172,6 +179,9 @@ def main() -> None:
     print()
     print("chunk    verb   beside   threads GB/s  process GB/s  ratio   unit p99 ms: threads  process")
     for chunk_kib in CHUNK_KIB:
+        if time.perf_counter() - began > BUDGET_S:
+            print(f"{chunk_kib:>3} KiB  left out: {BUDGET_S:g} s are over, the machine has other things to do")
+            continue
         threads = measure(directory, chunk_kib, unit, io_process=False)
         process = measure(directory, chunk_kib, unit, io_process=True)
         for (beside, verb), t in threads.items():

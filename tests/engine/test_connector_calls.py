@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from .engine_doubles import DictConnector, engine, greedy, run_checked
+from engine_doubles import DictConnector, engine, greedy, run_checked
 
 torch.set_num_threads(1)
 

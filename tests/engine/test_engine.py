@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from .engine_doubles import engine, greedy, run_checked
+from engine_doubles import engine, greedy, run_checked
 
 from orlop.engine.blocks import BlockPool
 from orlop.engine.llm import EngineConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from naive_tier import Chunk, NaiveTier
@@ -168,7 +168,11 @@ class AgainstTheTwin(RuleBasedStateMachine):
 
 TestAgainstTheTwin = pytest.mark.fault("B105")(pytest.mark.fault("B106")(AgainstTheTwin.TestCase))
 TestAgainstTheTwin.settings = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40,
+    stateful_step_count=25,
+    deadline=None,
+    phases=[Phase.reuse, Phase.generate, Phase.shrink],
+    suppress_health_check=list(HealthCheck),
 )
 
 

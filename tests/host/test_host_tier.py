@@ -324,6 +324,7 @@ def test_a_chain_that_lost_its_middle_is_whole_again_when_it_comes_back() -> Non
     store(tier, run)
     tier.discard(0, [b"a2"])
     store(tier, run.part(2, 3))
+    tier.touch(run.part(3, 6))
     tier.take_evicted()
     for i in range(6):
         store(tier, KeyRun(0, [b"new%d" % i], 0, 1))
@@ -342,6 +343,20 @@ def test_a_store_with_gaps_links_each_chunk_to_the_one_before_it() -> None:
     for i in range(6):
         store(tier, KeyRun(0, [b"new%d" % i], 0, 1))
         assert tier.ready_prefix(run) == 5 - i
+
+
+@pytest.mark.fault("B091")
+def test_room_tells_that_an_abandoned_child_no_longer_keeps_its_parent() -> None:
+    tier = HostTier(4)
+    store(tier, run_of("a", 2))
+    store(tier, KeyRun(0, [b"a0", b"x1"], 1, 2))
+    written = tier.reserve(KeyRun(0, [b"a0", b"y1"], 0, 2), [1])
+    assert written is not None
+    assert not tier.room_for(3)
+    room = tier.room
+    tier.abandon(written)
+    assert tier.room_for(3)
+    assert tier.room > room
 
 
 def test_only_usable_slots_are_handed_out() -> None:

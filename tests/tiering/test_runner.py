@@ -6,6 +6,7 @@ import errno
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -398,6 +399,24 @@ def test_a_failing_tier_goes_out_of_service_and_comes_back(
 
 
 @pytest.mark.fault("B109")
+def test_one_read_that_hangs_holds_up_no_other(make: Make, store: MemoryStore) -> None:
+    rig = make(threads=2)
+    rig.store(keys(50))
+    rig.results()
+    gate = Gate(store, "read_into")
+    hung = rig.load(keys(1))
+    gate.wait_reached()
+    del store.before
+    for i in range(1, 50):
+        rig.load([keys(50)[i]], 128 + i)
+    assert all(result.outcomes == (Outcome.OK,) for result in rig.results(49))
+    gate.open()
+    (late,) = rig.results()
+    assert late.job_id == hung.job_id
+    assert late.outcomes == (Outcome.OK,)
+
+
+@pytest.mark.fault("B109")
 def test_slots_past_their_deadline_open_the_breaker(make: Make) -> None:
     rig = make(max_retired=10, breaker=BreakerOptions(failures=3))
     for count in (1, 1, 1, 2):  # the same slots again are no news
@@ -433,6 +452,16 @@ def test_a_thread_that_dies_of_our_own_fault_is_told_and_replaced(
     assert outcome is Outcome.OK
     assert rig.runner.get_stats()["io_restarts"] >= 1
     assert any("thread of the I/O worker died" in record.message for record in caplog.records)
+
+
+def test_a_job_that_cannot_be_sent_is_reported_all_the_same(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    rig = make(restart_s=0.01)
+    rig.fill([0])
+    good = rig.job(TransferKind.STORE, keys(1))
+    rig.runner.submit_store(replace(good, slots=None), now=rig.now)  # type: ignore[arg-type]
+    (result,) = rig.results()
+    assert result.outcomes == (Outcome.UNAVAILABLE,)
+    assert any("could not be sent" in record.message for record in caplog.records)
 
 
 # --- start --------------------------------------------------------------------------------------------

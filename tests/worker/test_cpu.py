@@ -83,7 +83,6 @@ def test_any_dtype_keeps_its_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("vectored", [pytest.param(True, marks=needs_kernel), False])
 def test_jobs_larger_than_one_call_and_one_batch(vectored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "STORE_BATCH_BYTES", 5_000)
-    monkeypatch.setattr(cpu, "LOAD_BATCH_BYTES", 70_000)
     monkeypatch.setattr(cpu, "STAGE_BYTES", 1_000)
     monkeypatch.setattr(cpu, "CALL_BYTES", 20_000)
     monkeypatch.setattr(cpu, "PLAN_RUNS", 100)

@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
+from orlop.config import OrlopConfig
 from orlop.core import EngineSpec, KVGroup
 from orlop.engine.batching import ScheduledStep, Scheduler, SchedulerHalf, StepReport
 from orlop.engine.blocks import NULL_BLOCK, BlockPool
@@ -85,7 +86,7 @@ class LLM:
     def __init__(
         self,
         config: EngineConfig | None = None,
-        offload: Mapping[str, Any] | None = None,
+        offload: OrlopConfig | Mapping[str, Any] | None = None,
         *,
         connect: Connect | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -268,7 +269,7 @@ class LLM:
         )
 
 
-def _offloading(settings: Mapping[str, Any]) -> Connect:
+def _offloading(settings: OrlopConfig | Mapping[str, Any]) -> Connect:
     """A ``Connect`` for Orlop's own connector: worker first, then its tensors, then the scheduler half."""
     from orlop.connector import OffloadingConnector
 

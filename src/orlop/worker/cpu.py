@@ -30,7 +30,6 @@ from orlop.worker.layout import GroupPages, SlotMemory, checked, group_pages, pa
 STORE_BATCH_BYTES = 8 << 20
 """Copied, then hashed while still in the cache; also bounds how long hashing holds the GIL (below 1 ms)."""
 
-LOAD_BATCH_BYTES = 256 << 20
 STAGE_BYTES = 16 << 20
 CALL_BYTES = 256 << 20
 """About so much per kernel call: below the kernel's limit of 2 GiB, long enough to be worth the call."""
@@ -39,10 +38,9 @@ PLAN_RUNS = 500
 """Runs are planned so many at a time: on longer arrays numpy lets go of the GIL in every operation."""
 
 HASH_STEP_BYTES = 64 << 10
-"""xxhash drops the GIL for buffers from 100,000 bytes; beside a busy thread that costs 5 ms per chunk."""
+"""xxhash lets go of the GIL for longer buffers, which may cost 5 ms per chunk beside a busy thread."""
 
 IOV_MAX = 1024
-
 
 Slots = npt.NDArray[np.uint8]
 """uint8 (slots, slot_bytes). Holding the array keeps the region mapped, also when its owner closes it."""
@@ -134,9 +132,7 @@ class CpuCopyBackend(CopyBackend):
                         f"job {job.job_id}: found other bytes in slot {slot} than its checksum says, expected those "
                         "that were stored; the memory or a writer of that slot is at fault"
                     )
-        part_offset = layout.part_offset(self._rank, t.group)
-        for batch in _batches(t, max(1, LOAD_BATCH_BYTES // pages.page_bytes)):
-            self._mover.move(True, batch, pages, part_offset)
+        self._mover.move(True, t, pages, layout.part_offset(self._rank, t.group))
 
     def _checksum(self, slot: int, group: int) -> int:
         layout = self._layout

@@ -157,17 +157,17 @@ class CopyWorker(OffloadingWorker):
             return taken
 
     def _copied(self, job: TransferJob, token: Any) -> CopyResult:
-        """The job's end, whatever its copy does: one job's trouble never ends the thread."""
+        """The job's end, whatever its copy raises: one job's trouble never ends the thread, for whom a fence waits."""
         start = self._clock()
         try:
             self._backend.wait_for(token)
             nbytes = self._backend.copy(job)
-        except Exception as e:
+        except BaseException as e:
             self._complain(job, e)
             return CopyResult(job.job_id, False, 0, self._clock() - start, f"{type(e).__name__}: {e}")
         return CopyResult(job.job_id, True, nbytes, self._clock() - start)
 
-    def _complain(self, job: TransferJob, error: Exception) -> None:
+    def _complain(self, job: TransferJob, error: BaseException) -> None:
         kind = (job.kind, type(error).__name__)
         if kind not in self._complaints:
             self._complaints.add(kind)
