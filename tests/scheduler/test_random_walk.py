@@ -94,7 +94,7 @@ def trouble(dice: random.Random, rig: Rig) -> None:
     elif runner.running and what < 0.10:
         runner.preempt(dice.choice(runner.running).request_id)
     elif what < 0.12:
-        runner.reset(new_weights=False)
+        runner.reset(device_cleared=dice.random() < 0.7)
     elif what < 0.22:
         runner.pool.reset()
     elif what < 0.26 and isinstance(rig.manager.inner, DictManager):
