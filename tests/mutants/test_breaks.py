@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from .breaks import BREAKS, Break
+from breaks import BREAKS, Break
 
 RUNNER = Path(__file__).parent / "run_breaks.py"
 TESTS_FAILED = 1

@@ -57,6 +57,27 @@ def test_promotions_for_a_queue_neither_thrash_nor_starve_stores(async_schedulin
     rig.finish()
 
 
+@pytest.mark.fault("B092")
+def test_promoted_chunks_stay_until_they_are_loaded(async_scheduling: bool) -> None:
+    """The engine cannot admit the request for a while; meanwhile another one's stores go through host memory."""
+    rig = make_tiered_rig(slots=12, async_scheduling=async_scheduling, blocks=64)
+    rig.store(PROMPT)
+    for i in range(1, 4):
+        rig.store(range(1000 * i, 1000 * i + 48))
+    tier = rig.tiers[0]
+    tier.calls.clear()
+    other = rig.runner.add(range(9000, 9008), 60)
+    rig.runner.step()
+    request = rig.runner.add([*PROMPT, 1])
+    rig.runner.step()
+    rig.runner.max_num_seqs = 1
+    rig.runner.run(until=lambda: other.ended)
+    rig.runner.max_num_seqs = 16
+    rig.finish()
+    assert request.was_external == 16
+    assert len(tier.loaded_keys()) == 4, "what was promoted was evicted before it was used"
+
+
 @pytest.mark.fault("B104")
 @pytest.mark.fault("B096")
 @pytest.mark.parametrize(("slots", "loads", "chunks"), [(10, 4, 4), (8, 4, 5), (10, 12, 4), (6, 3, 2)])
