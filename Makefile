@@ -43,7 +43,7 @@ bench: setup
 	@set -e; for program in bench/*.py; do \
 		python=$(BIN)/python; \
 		case $$program in *vllm*) python=$(VENV_VLLM)/bin/python;; esac; \
-		if [ -x $$python ]; then echo "== $$program"; $$python $$program --short; \
+		if [ -x $$python ]; then echo "== $$program"; $$python $$program $$(grep -qe --short $$program && echo --short); \
 		else echo "== $$program: left out, it needs vLLM: make test-vllm-scheduler builds $(VENV_VLLM)"; fi; \
 	done
 

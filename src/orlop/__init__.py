@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from orlop.config import DeadlineConfig, HostConfig, OrlopConfig, TierConfig
+    from orlop.connector import OffloadingConnector
     from orlop.core import EngineSpec, KVGroup, OffloadingConnectorMetadata, WorkerOutput
+    from orlop.engine.llm import LLM, EngineConfig
     from orlop.errors import ConfigError, OrlopError, ResourceError, TierUnavailable
     from orlop.tiering.base import ChunkStore, OffloadingManager, SecondaryTierManager
     from orlop.worker.base import CopyBackend
@@ -22,9 +24,12 @@ _HOMES = {
     "ConfigError": "orlop.errors",
     "CopyBackend": "orlop.worker.base",
     "DeadlineConfig": "orlop.config",
+    "EngineConfig": "orlop.engine.llm",
     "EngineSpec": "orlop.core",
     "HostConfig": "orlop.config",
     "KVGroup": "orlop.core",
+    "LLM": "orlop.engine.llm",
+    "OffloadingConnector": "orlop.connector",
     "OffloadingConnectorMetadata": "orlop.core",
     "OffloadingManager": "orlop.tiering.base",
     "OrlopConfig": "orlop.config",
@@ -37,13 +42,16 @@ _HOMES = {
 }
 
 __all__ = [
+    "LLM",
     "ChunkStore",
     "ConfigError",
     "CopyBackend",
     "DeadlineConfig",
+    "EngineConfig",
     "EngineSpec",
     "HostConfig",
     "KVGroup",
+    "OffloadingConnector",
     "OffloadingConnectorMetadata",
     "OffloadingManager",
     "OrlopConfig",

@@ -161,10 +161,10 @@ class DictConnector:
         self.is_shut_down.append(True)
 
 
-def engine(connector=None, **settings):
-    """An engine that does not sleep when idle."""
+def engine(connector=None, *, offload=None, **settings):
+    """An engine that does not sleep when idle; with the double, with Orlop's own connector, or alone."""
     settings = {"idle_wait_s": 0.0, "num_blocks": 64, **settings}
-    llm = LLM(EngineConfig(**settings), connect=connector.connect if connector else None)
+    llm = LLM(EngineConfig(**settings), offload, connect=connector.connect if connector else None)
     if connector is not None:
         connector.engine = llm
     return llm
@@ -178,7 +178,7 @@ def run_checked(llm, max_steps=2_000):
             return results
         for result in llm.step():
             results[result.request_id] = result
-        llm.scheduler.check()
+        llm.check()
     raise AssertionError(f"after {max_steps} steps still waiting: {llm.scheduler.waiting}")
 
 

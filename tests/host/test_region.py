@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +22,11 @@ import pytest
 from orlop.core import RegionLayout
 from orlop.errors import ConfigError, RegionError, ResourceError
 from orlop.host import region as region_module
-from orlop.host.region import HostRegion, memory_limits, socket_name
+from orlop.host.limits import memory_limits
+from orlop.host.region import HostRegion, socket_name
 
 LAYOUT = RegionLayout(slots=8, blocks_per_chunk=2, page_bytes=((5000, 3000), (4096, 3000)))
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 @pytest.fixture
@@ -139,6 +141,14 @@ def test_only_filled_slots_are_usable(monkeypatch: pytest.MonkeyPatch, caplog: p
             thread.join(timeout=WAIT_S)
     assert region.usable_slots == 2
     assert "memory for 2 of 8 slots only" in caplog.text
+    region.close()
+
+
+@pytest.mark.fault("B202")
+def test_a_plain_region_has_no_name_in_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    region = HostRegion.create(LAYOUT, plain=True)
+    assert list(tmp_path.iterdir()) == []
     region.close()
 
 
@@ -411,6 +421,25 @@ def test_a_rank_that_does_not_fit_is_refused_and_the_others_go_on(
         with pytest.raises(RegionError, match=reason):
             HostRegion.join(name, rank, pages, WAIT_S)
         HostRegion.join(name, 1, (4096,), WAIT_S).close()
+        gathered.result(timeout=WAIT_S).close()
+
+
+def test_a_rank_that_joins_twice_is_refused_unless_the_first_has_died(name: str) -> None:
+    hello = {"magic": "ORLOPREG", "version": 1, "name": name, "role": "join", "rank": 1, "page_bytes": [4096]}
+    body = json.dumps(hello).encode()
+    with ThreadPoolExecutor(2) as pool, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as first:
+        gathered = pool.submit(HostRegion.gather, name, 3, (4096,), decide, WAIT_S)
+        with pytest.raises(RegionError, match="found rank 9"):
+            HostRegion.join(name, 9, (4096,), WAIT_S)  # from here on somebody listens
+        first.connect("\0" + name)
+        first.sendall(struct.pack("<I", len(body)) + body)
+        with pytest.raises(RegionError, match="rank 1 has joined already"):
+            HostRegion.join(name, 1, (8192,), WAIT_S)
+        first.close()
+        second = pool.submit(HostRegion.join, name, 1, (8192,), WAIT_S)
+        HostRegion.join(name, 2, (4096,), WAIT_S).close()
+        assert second.result(timeout=WAIT_S).layout.page_bytes == ((4096,), (8192,), (4096,))
+        second.result().close()
         gathered.result(timeout=WAIT_S).close()
 
 

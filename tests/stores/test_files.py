@@ -31,7 +31,7 @@ from orlop.testing.stores import (
 from orlop.tiering.base import ChunkStore
 
 MIB = 1 << 20
-WAIT_S = 30.0
+WAIT_S = 120.0
 ROOT = os.geteuid() == 0
 
 
@@ -340,7 +340,7 @@ KILLED_WRITER = """
 import os, sys
 from orlop.stores import files
 from orlop.testing.stores import store_key, write
-store = files.FilesStore(sys.argv[1], max_bytes=64 << 20, scan_wait_s=60)
+store = files.FilesStore(sys.argv[1], max_bytes=64 << 20, scan_wait_s=120)
 real = os.pwritev
 def stuck(fd, buffers, offset):
     real(fd, buffers[:1], offset)
@@ -386,7 +386,7 @@ import sys
 from orlop.stores.files import FilesStore
 from orlop.testing.stores import read, store_key, write
 first = int(sys.argv[2])
-store = FilesStore(sys.argv[1], max_bytes=1 << 20, scan_wait_s=60, scan_interval_s=1e6)
+store = FilesStore(sys.argv[1], max_bytes=1 << 20, scan_wait_s=120, scan_interval_s=1e6)
 outcomes = set()
 for turn in range(150):
     key = store_key((first + turn) % 70)

@@ -263,6 +263,36 @@ def test_a_killed_engine_leaves_no_orphan_even_with_a_hung_store_or_a_fork_of_it
         wait_ended(pidfd)
 
 
+FORKING = """
+    import os, sys
+    from tier_doubles import PATIENCE_S, Rig, keys
+    from orlop.core import Outcome
+    from orlop.tiering.io_messages import StoreSpec
+
+    rig = Rig(StoreSpec("tier_doubles:DirectoryStore", {"path": sys.argv[1]}), io_process=True)
+    assert rig.runner.wait_ready(PATIENCE_S) is None
+    child = os.fork()
+    if child == 0:
+        rig.runner.shutdown(0.0)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    rig.store(keys(1))
+    assert rig.results()[0].outcomes == (Outcome.OK,)
+    assert rig.runner.get_stats()["io_restarts"] == 0
+    rig.close()
+"""
+
+
+def test_a_fork_of_the_engine_cannot_end_the_engines_tier(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FORKING), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=2 * PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0
+
+
 def test_it_starts_without_the_callers_main_module_or_stdin(make: Make) -> None:
     rig = make(StoreSpec("tier_doubles:NosyStore"))
     assert rig.runner.wait_ready(PATIENCE_S) is None

@@ -6,6 +6,7 @@ import errno
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -451,6 +452,16 @@ def test_a_thread_that_dies_of_our_own_fault_is_told_and_replaced(
     assert outcome is Outcome.OK
     assert rig.runner.get_stats()["io_restarts"] >= 1
     assert any("thread of the I/O worker died" in record.message for record in caplog.records)
+
+
+def test_a_job_that_cannot_be_sent_is_reported_all_the_same(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    rig = make(restart_s=0.01)
+    rig.fill([0])
+    good = rig.job(TransferKind.STORE, keys(1))
+    rig.runner.submit_store(replace(good, slots=None), now=rig.now)  # type: ignore[arg-type]
+    (result,) = rig.results()
+    assert result.outcomes == (Outcome.UNAVAILABLE,)
+    assert any("could not be sent" in record.message for record in caplog.records)
 
 
 # --- start --------------------------------------------------------------------------------------------

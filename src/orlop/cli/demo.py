@@ -23,22 +23,22 @@ from rich.console import Console
 
 from orlop.cli.summary import TIER, print_summary
 
-SYSTEM_BLOCKS, CONVERSATIONS, TURNS, TURN_BLOCKS = 32, 24, 4, 20
+SYSTEM_BLOCKS, TURN_BLOCKS, TURNS, CONVERSATIONS = 32, 20, 4, 24
 BLOCK_TOKENS, DEVICE_BLOCKS = 16, 300
 PROCESS_DEADLINE_S = 300
 
 
-def run_demo(work_dir: Path | None) -> int:
+def run_demo(work_dir: Path | None, conversations: int = CONVERSATIONS) -> int:
     """Write the workload, run it in two processes, print what each did; the exit code."""
     with ExitStack() as stack:
         if work_dir is None:
             work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="orlop-demo-")))
         work_dir.mkdir(parents=True, exist_ok=True)
         trace = work_dir / "conversations.jsonl"
-        trace.write_text("".join(json.dumps(line) + "\n" for line in workload()))
+        trace.write_text("".join(json.dumps(line) + "\n" for line in workload(conversations)))
         console = Console()
         console.print(
-            f"{CONVERSATIONS} conversations of {TURNS} turns behind one system prompt, in turn. The device holds "
+            f"{conversations} conversations of {TURNS} turns behind one system prompt, in turn. The device holds "
             f"{DEVICE_BLOCKS} blocks of {BLOCK_TOKENS} tokens; host memory and files in {work_dir} hold the rest."
         )
         problems: list[str] = []
@@ -49,16 +49,16 @@ def run_demo(work_dir: Path | None) -> int:
                 problems.append(f"process {number} ended with exit code {exit_code} and no result")
                 break
             print_summary(summary)
-            problems += _problems(number, exit_code, summary)
+            problems += _problems(number, exit_code, summary, conversations * TURNS)
         for problem in problems:
             console.print(f"FAILED: {problem}")
         return 1 if problems else 0
 
 
-def workload() -> Iterator[dict[str, Any]]:
+def workload(conversations: int = CONVERSATIONS) -> Iterator[dict[str, Any]]:
     """Lines of a trace with 16 tokens per id. Turn ``n`` of a conversation begins with all of turn ``n - 1``."""
     fresh = count(SYSTEM_BLOCKS)
-    prompts = [list(range(SYSTEM_BLOCKS)) for _ in range(CONVERSATIONS)]
+    prompts = [list(range(SYSTEM_BLOCKS)) for _ in range(conversations)]
     for _ in range(TURNS):
         for session, prompt in enumerate(prompts):
             prompt.extend(next(fresh) for _ in range(TURN_BLOCKS))
@@ -83,11 +83,11 @@ def _run_process(trace: Path, work_dir: Path) -> tuple[Mapping[str, Any] | None,
         return None, done.returncode
 
 
-def _problems(number: int, exit_code: int, summary: Mapping[str, Any]) -> list[str]:
+def _problems(number: int, exit_code: int, summary: Mapping[str, Any], requests: int) -> list[str]:
     """What the summary of process ``number`` does not show although it should."""
     problems = []
     tokens, figures = summary["tokens"], summary["with_offload"]
-    if exit_code or tokens["different"] or tokens["equal"] + tokens["ties"] != CONVERSATIONS * TURNS:
+    if exit_code or tokens["different"] or tokens["equal"] + tokens["ties"] != requests:
         problems.append(f"process {number} did not generate the tokens of the run without offload")
     if number == 2 and not any(figures[f] for f in figures if f.startswith(TIER) and f.endswith("files")):
         problems.append("process 2 loaded nothing from the files of process 1")

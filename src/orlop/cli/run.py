@@ -22,6 +22,7 @@ from orlop.cli.compare import Comparison, compare
 from orlop.cli.replay import RunReport, replay
 from orlop.cli.summary import print_summary, summarise
 from orlop.cli.traces import TraceRequest, read_requests
+from orlop.config import OrlopConfig
 from orlop.errors import ConfigError, MissingExtra
 
 try:
@@ -51,6 +52,7 @@ class RunOptions:
     block_tokens: int = 16
     step_tokens: int = 512
     concurrency: int = 4
+    overlay: int = 8
     async_scheduling: bool = False
     compare: bool = True
     reference: Path | None = None
@@ -67,10 +69,12 @@ def run_trace(options: RunOptions) -> int:
         tokens_per_block=options.tokens_per_trace_block,
         max_output=options.max_output,
         vocab_size=ModelConfig().vocab_size,
+        overlay=options.overlay,
     )
     engine = _engine_config(options, requests)
     with ExitStack() as stack:
-        settings = _settings(options, engine, stack)
+        # Parsed here, so that a mistake in it is said before the first run and not after it.
+        settings = OrlopConfig.load(_settings(options, engine, stack), source=str(options.config or "config"))
         must_stop = stack.enter_context(_ctrl_c())
         without = _without_offload(options, engine, requests, must_stop) if options.compare else None
         if without is not None and without.interrupted:
@@ -93,6 +97,12 @@ def run_trace(options: RunOptions) -> int:
 
 def _engine_config(options: RunOptions, requests: list[TraceRequest]) -> EngineConfig:
     largest = max(-(-(len(r.prompt) + r.max_tokens) // options.block_tokens) for r in requests)
+    if options.device_blocks is not None and options.device_blocks <= largest:
+        # One block of the device is the null block, which holds nothing.
+        raise ConfigError(
+            f"--device-blocks: found {options.device_blocks}, the largest request needs {largest + 1}; "
+            "give that many, or lower --tokens-per-trace-block"
+        )
     return EngineConfig(
         num_blocks=options.device_blocks or largest + max(largest // 4, 4) + 1,
         block_tokens=options.block_tokens,

@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
+from orlop.config import OrlopConfig
 from orlop.core import EngineSpec, KVGroup
 from orlop.engine.batching import ScheduledStep, Scheduler, SchedulerHalf, StepReport
 from orlop.engine.blocks import NULL_BLOCK, BlockPool
@@ -85,7 +86,7 @@ class LLM:
     def __init__(
         self,
         config: EngineConfig | None = None,
-        offload: Mapping[str, Any] | None = None,
+        offload: OrlopConfig | Mapping[str, Any] | None = None,
         *,
         connect: Connect | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -225,6 +226,10 @@ class LLM:
         if self.connector is not None:
             self.connector.shutdown()
 
+    def check(self) -> None:
+        """Recount the books of the scheduler and its blocks; ``InvariantError`` where they differ. For tests."""
+        self.scheduler.check(step for step, _ in self._unreported)
+
     # --- help ---------------------------------------------------------------------------------------------
 
     def logits_after(self, tokens: list[int]) -> Tensor:
@@ -268,7 +273,7 @@ class LLM:
         )
 
 
-def _offloading(settings: Mapping[str, Any]) -> Connect:
+def _offloading(settings: OrlopConfig | Mapping[str, Any]) -> Connect:
     """A ``Connect`` for Orlop's own connector: worker first, then its tensors, then the scheduler half."""
     from orlop.connector import OffloadingConnector
 

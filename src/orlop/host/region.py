@@ -16,25 +16,19 @@ slots from the start are there; only those are handed out, so that no transfer m
 
 from __future__ import annotations
 
-import array
-import contextlib
 import ctypes
-import json
 import logging
 import mmap
 import os
 import re
-import resource
-import socket
 import struct
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,6 +36,8 @@ import numpy.typing as npt
 
 from orlop.core import PAGE_BYTES, RegionLayout, align_up
 from orlop.errors import RegionError, ResourceError
+from orlop.host.handover import Listener, Waiting, ask_once, serve
+from orlop.host.limits import check_room
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +53,7 @@ _MADV_POPULATE_WRITE = 23
 _POPULATE_BYTES = 64 << 20
 _TOUCH_BYTES = 16 << 20
 
-_HELLO_TIMEOUT_S = 5.0
 _RETRY_S = 0.02
-_MAX_MESSAGE_BYTES = 1 << 20
 
 Decide = Callable[[tuple[tuple[int, ...], ...]], RegionLayout]
 """From the page sizes ``[rank][group]`` in bytes to the layout of the region."""
@@ -104,7 +98,7 @@ class HostRegion:
         limit counts too. ``ResourceError`` with the numbers where the machine lacks the memory, ``RegionError``
         where the name is taken.
         """
-        listener = _Listener(name) if name else None
+        listener = Listener(name) if name else None
         try:
             return cls._create(layout, listener, plain=plain, prefault=prefault, pinned=pinned)
         except BaseException:
@@ -114,10 +108,10 @@ class HostRegion:
 
     @classmethod
     def _create(
-        cls, layout: RegionLayout, listener: _Listener | None, *, plain: bool, prefault: bool, pinned: bool
+        cls, layout: RegionLayout, listener: Listener | None, *, plain: bool, prefault: bool, pinned: bool
     ) -> HostRegion:
-        check_room(layout, pinned=pinned)
         sections = _Sections.of(layout)
+        check_room(layout, sections.total_bytes, pinned=pinned)
         memfd = not plain and hasattr(os, "memfd_create")
         fd = _memfd(sections.total_bytes) if memfd else _unlinked_file(sections.total_bytes)
         try:
@@ -175,8 +169,8 @@ class HostRegion:
         ``RegionError`` naming the ranks that did not come within ``timeout_s``. What ``decide`` or ``create``
         raises is raised here, and said to the ranks that wait.
         """
-        listener = _Listener(name)
-        waiting = _Waiting(ranks, tuple(own_page_bytes))
+        listener = Listener(name)
+        waiting = Waiting(ranks, tuple(own_page_bytes))
         try:
             waiting.collect(listener, time.monotonic() + timeout_s)
             layout = decide(waiting.page_bytes())
@@ -194,7 +188,7 @@ class HostRegion:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                return cls.from_fd(_ask_once(name, wish, deadline))
+                return cls.from_fd(ask_once(name, wish, deadline))
             except ValueError as error:
                 raise RegionError(f"found something else than a host region under {name!r}: {error}") from error
             except OSError as error:
@@ -212,7 +206,7 @@ class HostRegion:
         sections = _Sections.of(layout)
         self.layout = layout
         self._fd = fd
-        self._listener: _Listener | None = None
+        self._listener: Listener | None = None
         self._server: threading.Thread | None = None
         self._closing = threading.Event()
         self._mapping = mmap.mmap(fd, sections.total_bytes)
@@ -244,7 +238,7 @@ class HostRegion:
         if self._listener is None:
             raise RegionError("found a host region without a name, expected one made with create(name=...)")
         self._server = threading.Thread(
-            target=_serve,
+            target=serve,
             args=(self._listener, os.dup(self._fd), self.layout),
             name="orlop-region-serve",
             daemon=True,
@@ -401,354 +395,3 @@ def _advise(memory: npt.NDArray[np.uint8], advice: int) -> bool:
         return False
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     return bool(madvise(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes), ctypes.c_int(advice)) == 0)
-
-
-# --- what the machine can give ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """Something that bounds a new region: a name for the message, and the bytes that are left under it."""
-
-    name: str
-    available_bytes: int
-
-
-def check_room(layout: RegionLayout, *, pinned: bool = False) -> None:
-    """``ResourceError`` with the numbers where the machine cannot give the region its memory."""
-    need = _Sections.of(layout).total_bytes
-    for limit in memory_limits(pinned=pinned):
-        if need > limit.available_bytes:
-            fit = max(0, limit.available_bytes // layout.slot_bytes)
-            raise ResourceError(
-                f"found {limit.available_bytes} bytes left under {limit.name}, expected {need} for {layout.slots} "
-                f"slots of {layout.slot_bytes} bytes; lower the host tier's size (about {fit} slots fit) or raise "
-                "the limit"
-            )
-
-
-def memory_limits(
-    *, pinned: bool = False, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
-) -> list[Limit]:
-    """What bounds this process' memory now; what cannot be read bounds nothing."""
-    limits = [*_meminfo_limit(proc), *_cgroup_limits(proc, cgroups), *_rlimit(resource.RLIMIT_AS, "RLIMIT_AS", proc)]
-    if pinned:
-        limits += _rlimit(resource.RLIMIT_MEMLOCK, "RLIMIT_MEMLOCK", proc)
-    return limits
-
-
-def _meminfo_limit(proc: Path) -> Iterator[Limit]:
-    for line in _lines(proc / "meminfo"):
-        if line.startswith("MemAvailable:"):
-            yield Limit("MemAvailable of /proc/meminfo", int(line.split()[1]) * 1024)
-
-
-def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[Limit]:
-    """Memory limits of our cgroup and of all above it, version 1 and 2."""
-    for line in _lines(proc / "self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            yield from _up(cgroups, path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            yield from _up(
-                cgroups / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-            )
-
-
-def _up(root: Path, path: str, limit_file: str, usage_file: str, cache_field: str) -> Iterator[Limit]:
-    """One limit per directory from ``path`` up to the mount; a container may see the mount only."""
-    here = root / path.lstrip("/")
-    for directory in [here, *here.parents]:
-        limit = _lines(directory / limit_file)
-        usage = _lines(directory / usage_file)
-        if limit and usage and limit[0].isdigit():
-            cache = [int(line.split()[1]) for line in _lines(directory / "memory.stat") if line.startswith(cache_field)]
-            yield Limit(str(directory / limit_file), int(limit[0]) - int(usage[0]) + sum(cache[:1]))
-        if directory == root:
-            return
-
-
-def _rlimit(which: int, name: str, proc: Path) -> Iterator[Limit]:
-    soft, _ = resource.getrlimit(which)
-    if soft == resource.RLIM_INFINITY:
-        return
-    used_pages = int(_lines(proc / "self/statm")[0].split()[0]) if which == resource.RLIMIT_AS else 0
-    yield Limit(name, soft - used_pages * mmap.PAGESIZE)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
-
-
-# --- handing the descriptor over ----------------------------------------------------------------------
-
-
-class _Listener:
-    """The name, taken: one process has it at a time, and it goes with the process."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.closed = threading.Event()
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self.socket.bind(_address(name))
-            self.socket.listen(128)
-        except OSError as error:
-            self.socket.close()
-            raise RegionError(
-                f"found the host region {name!r} taken ({error}), expected to be the only one to create it; is another "
-                "engine running under the same instance and replica?"
-            ) from error
-
-    def accept(self, timeout_s: float | None) -> socket.socket:
-        """The next peer of this user. ``OSError`` after ``timeout_s`` or ``close``."""
-        while True:
-            self.socket.settimeout(timeout_s)
-            peer, _ = self.socket.accept()
-            if _same_user(peer):
-                return peer
-            log.warning("host region: refused a process of another user")
-            peer.close()
-
-    def close(self) -> None:
-        self.closed.set()
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # wakes a thread in accept
-        self.socket.close()
-
-
-class _Waiting:
-    """The ranks that have joined before the layout is decided, and others who want the region."""
-
-    def __init__(self, ranks: int, own_page_bytes: tuple[int, ...]) -> None:
-        self._ranks = ranks
-        self._pages = {0: own_page_bytes}
-        self._joined: dict[int, socket.socket] = {}
-        self._others: list[socket.socket] = []
-
-    def page_bytes(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(self._pages[rank] for rank in range(self._ranks))
-
-    def collect(self, listener: _Listener, deadline: float) -> None:
-        while len(self._pages) < self._ranks:
-            try:
-                peer = listener.accept(max(0.001, deadline - time.monotonic()))
-            except TimeoutError as error:
-                missing = [rank for rank in range(self._ranks) if rank not in self._pages]
-                raise RegionError(
-                    f"found no word from local ranks {missing} of {self._ranks} under {listener.name!r} in time, "
-                    "expected each to join; see those processes' logs (ranks on another host cannot join)"
-                ) from error
-            self._admit(listener.name, peer)
-
-    def _admit(self, name: str, peer: socket.socket) -> None:
-        wish = _hear(name, peer)
-        if wish is None:
-            return
-        if wish["role"] == "connect":
-            self._others.append(peer)
-            return
-        rank, pages = wish["rank"], tuple(wish["page_bytes"])
-        if trouble := self._trouble(rank, pages):
-            _refuse(peer, trouble)
-            return
-        self._joined[rank] = peer
-        self._pages[rank] = pages
-
-    def _trouble(self, rank: int, pages: tuple[int, ...]) -> str:
-        if not 0 < rank < self._ranks:
-            return f"found rank {rank}, expected 1 to {self._ranks - 1}"
-        if len(pages) != len(self._pages[0]):
-            return f"rank {rank}: found {len(pages)} KV groups, expected {len(self._pages[0])} as on rank 0"
-        if rank in self._joined and not _hung_up(self._joined[rank]):
-            return f"rank {rank} has joined already; do two engines share this instance and replica?"
-        return ""
-
-    def hand_out(self, fd: int) -> None:
-        for peer in [*self._joined.values(), *self._others]:
-            _hand_over(peer, fd)
-
-    def refuse(self, reason: str) -> None:
-        for peer in [*self._joined.values(), *self._others]:
-            _refuse(peer, reason)
-
-
-def _serve(listener: _Listener, fd: int, layout: RegionLayout) -> None:
-    """Answer until the listener closes; ``fd`` is this thread's own."""
-    try:
-        while not listener.closed.is_set():
-            _serve_one(listener, fd, layout)
-    finally:
-        os.close(fd)
-
-
-def _serve_one(listener: _Listener, fd: int, layout: RegionLayout) -> None:
-    try:
-        peer = listener.accept(None)
-    except OSError:
-        listener.closed.wait(_HELLO_TIMEOUT_S)  # closed, or out of descriptors: that may pass
-        return
-    wish = _hear(listener.name, peer)
-    if wish is None:
-        return
-    if trouble := _late_trouble(wish, layout):
-        _refuse(peer, trouble)
-    else:
-        _hand_over(peer, fd)
-
-
-def _late_trouble(wish: dict[str, Any], layout: RegionLayout) -> str:
-    """Why a rank that joins after the decision (it was started again) does not fit the region."""
-    if wish["role"] == "connect":
-        return ""
-    rank, pages = wish["rank"], tuple(wish["page_bytes"])
-    if not 0 <= rank < layout.ranks:
-        return f"found rank {rank}, expected 0 to {layout.ranks - 1}"
-    if pages != layout.page_bytes[rank]:
-        return f"rank {rank}: found pages of {pages} bytes, expected {layout.page_bytes[rank]} as the region was made"
-    return ""
-
-
-def _ask_once(name: str, wish: dict[str, Any], deadline: float) -> int:
-    """One descriptor from the server, or ``OSError`` (try again) or ``RegionError`` (it says no)."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
-        peer.settimeout(max(0.001, deadline - time.monotonic()))
-        peer.connect(_address(name))
-        if not _same_user(peer):
-            raise RegionError(
-                f"found the host region {name!r} served by another user, expected user {os.geteuid()}; run all "
-                "processes of an engine as one user"
-            )
-        _send(peer, {"magic": MAGIC.decode(), "version": VERSION, "name": name, **wish})
-        answer, fds = _receive(peer)
-        if "refused" in answer:
-            _close_all(fds)
-            raise RegionError(f"host region {name!r}: {answer['refused']}")
-        if len(fds) != 1:
-            _close_all(fds)
-            raise RegionError(f"found {len(fds)} descriptors in the answer for {name!r}, expected 1")
-        return fds[0]
-
-
-def _hear(name: str, peer: socket.socket) -> dict[str, Any] | None:
-    """A peer's wish if it is one of ours; None where it was refused or went away."""
-    try:
-        peer.settimeout(_HELLO_TIMEOUT_S)
-        wish, fds = _receive(peer)
-        _close_all(fds)
-    except (OSError, ValueError) as error:
-        log.warning("host region: found a peer that does not speak our protocol (%s)", error)
-        peer.close()
-        return None
-    if trouble := _wish_trouble(wish, name):
-        _refuse(peer, trouble)
-        return None
-    return wish
-
-
-def _wish_trouble(wish: dict[str, Any], name: str) -> str:
-    expected = {"magic": MAGIC.decode(), "version": VERSION, "name": name}
-    for field, value in expected.items():
-        if wish.get(field) != value:
-            return f"found {field} {wish.get(field)!r}, expected {value!r}; run one installation and one instance name"
-    pages = wish.get("page_bytes")
-    if wish.get("role") == "connect":
-        return ""
-    if wish.get("role") != "join" or type(wish.get("rank")) is not int or not _is_pages(pages):
-        return f"found the wish {wish!r}, expected to connect, or to join with a rank and page sizes"
-    return ""
-
-
-def _is_pages(pages: object) -> bool:
-    return isinstance(pages, list) and all(type(n) is int and n > 0 for n in pages)
-
-
-def _hand_over(peer: socket.socket, fd: int) -> None:
-    with peer:
-        try:
-            _send(peer, {"version": VERSION}, fd)
-        except OSError as error:
-            log.warning("host region: a process went away before it got the region (%s)", error)
-
-
-def _refuse(peer: socket.socket, reason: str) -> None:
-    log.warning("host region: refused a process: %s", reason)
-    with peer, contextlib.suppress(OSError):
-        _send(peer, {"refused": reason})
-
-
-def _hung_up(peer: socket.socket) -> bool:
-    peer.setblocking(False)
-    try:
-        return peer.recv(1, socket.MSG_PEEK) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    finally:
-        peer.settimeout(_HELLO_TIMEOUT_S)
-
-
-def _send(peer: socket.socket, message: dict[str, Any], fd: int | None = None) -> None:
-    body = json.dumps(message).encode()
-    # The descriptor rides on the length word, which fits any socket buffer in one piece.
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
-    peer.sendmsg([struct.pack("<I", len(body))], rights)
-    peer.sendall(body)
-
-
-def _receive(peer: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    head, rights, _, _ = peer.recvmsg(4, socket.CMSG_SPACE(4 * array.array("i").itemsize), _cloexec_flag())
-    fds = [fd for level, kind, data in rights if (level, kind) == _RIGHTS for fd in array.array("i", data)]
-    try:
-        (nbytes,) = struct.unpack("<I", head + _exactly(peer, 4 - len(head)))
-        if nbytes > _MAX_MESSAGE_BYTES:
-            raise ValueError(f"a message of {nbytes} bytes")
-        message = json.loads(_exactly(peer, nbytes))
-        if not isinstance(message, dict):
-            raise ValueError("a message that is no object")
-    except BaseException:
-        _close_all(fds)
-        raise
-    return message, fds
-
-
-_RIGHTS = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
-
-
-def _cloexec_flag() -> int:
-    return getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-
-
-def _exactly(peer: socket.socket, nbytes: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < nbytes:
-        part = peer.recv(nbytes - len(parts))
-        if not part:
-            raise ConnectionResetError("the other end went away")
-        parts += part
-    return bytes(parts)
-
-
-def _close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
-
-
-def _address(name: str) -> str:
-    """Abstract on Linux: it has no file, and the kernel frees it with the process."""
-    if sys.platform.startswith("linux"):
-        return "\0" + name
-    return os.path.join(tempfile.gettempdir(), f"{name}.sock")
-
-
-def _same_user(peer: socket.socket) -> bool:
-    """Whether the other end runs as our effective user, by the kernel's word."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return True
-    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return bool(uid == os.geteuid())

@@ -57,6 +57,9 @@ class Status(StrEnum):
     ABORTED = "aborted"
 
 
+NEVER = 10**9
+"""As a count of cached blocks: what such a request has computed is not to be shared."""
+
 ENDED = (Status.FINISHED, Status.ABORTED)
 
 
@@ -335,19 +338,18 @@ class RequestRunner:
         assert request.status is Status.RUNNING, f"{req_id} is {request.status}, expected running"
         self._preempt(request)
 
-    def reset(
-        self, generation: bytes | None = None, *, new_weights: bool = True, device_cleared: bool = True
-    ) -> None:
-        """The connector forgets everything, and so does the prefix cache where it can (``device_cleared``)."""
+    def reset(self, generation: bytes | None = None, *, new_weights: bool = True, device_cleared: bool = True) -> None:
+        """The connector forgets everything, and the prefix cache too, unless the engine cannot clear it."""
         self._resets += 1
         self.device.weights += new_weights
-        if device_cleared:
-            self.pool.reset()
-        for request in self.requests.values():
-            request.num_cached = [10**9 if request.num_computed_tokens else 0] * request.groups
         generation = generation or self._resets.to_bytes(16, "little")
-        how = {} if device_cleared else {"device_cleared": False}
-        self.scheduler.reset_cache(generation, now=self.clock.now, **how)
+        if not device_cleared:
+            self.scheduler.reset_cache(generation, now=self.clock.now, device_cleared=False)
+            return
+        self.pool.reset()
+        for request in self.requests.values():
+            request.num_cached = [NEVER if request.num_computed_tokens else 0] * request.groups
+        self.scheduler.reset_cache(generation, now=self.clock.now)
 
     # --- running -----------------------------------------------------------------------------------------
 

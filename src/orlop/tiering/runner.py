@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import threading
 import time
@@ -71,8 +72,8 @@ class RunnerOptions:
     one that is older than ``lookup_limit_s`` is answered with nothing found and counts as a time-out.
     ``load_wait_s`` and ``store_wait_s``: a transfer that waited longer for its turn is not tried. ``max_retired``:
     slots retired past their deadline above which the breaker opens. ``restart_s`` is the first pause before a dead
-    I/O process is started again, doubled up to ``max_restart_s``. ``most_posted``: messages on their way to the
-    worker above which touches are dropped.
+    I/O process is started again, doubled up to ``max_restart_s`` until one lives for longer than that.
+    ``most_posted``: messages on their way to the worker above which touches are dropped.
     """
 
     name: str
@@ -448,6 +449,7 @@ class Pump:
         self._jobs: dict[int, TierJob] = {}
         self._asks: dict[int, Ask] = {}
         self._clear: Clear | None = None
+        self._pid = os.getpid()
         self._bye_taken = False
         self._given_up = False
         self._stopping = threading.Event()
@@ -490,6 +492,8 @@ class Pump:
         return text
 
     def shutdown(self, deadline_s: float) -> None:
+        if os.getpid() != self._pid:
+            return  # a fork has neither our threads nor our child
         self._stopping.set()
         self._posted.put(Bye())
         if not self._settled.wait(deadline_s):
@@ -526,6 +530,9 @@ class Pump:
                 link.send([_word(message) for message in batch])
             except OSError:
                 log.debug("tier %s: the I/O process is gone; its owner settles", self._options.name)
+            except Exception:  # a fault of ours: what was not sent would never be reported
+                log.exception("tier %s: a message could not be sent; starting the worker again", self._options.name)
+                link.kill()
 
     def _remember(self, message: Posted) -> None:
         if isinstance(message, TierJob):
@@ -554,9 +561,10 @@ class Pump:
     def _live_on(self) -> None:
         pause_s = self._options.restart_s
         while True:
+            began = time.monotonic()
             was_ready = self._live_once()
             self._first_try.set()
-            if was_ready:
+            if was_ready and time.monotonic() - began > self._options.max_restart_s:
                 pause_s = self._options.restart_s
             if self._stopping.wait(pause_s):
                 break
