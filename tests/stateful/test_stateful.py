@@ -4,7 +4,7 @@ In: a seed. Out: after each step the ten invariants of docs/internals/lifecycle.
 the end of each walk everything has ended and nothing is left. Never: an expectation of which request is served what.
 
 ``STATEFUL_SEED``: a number for another run, ``random`` for one that differs each time (the seed is printed).
-``STATEFUL_WALKS``: how many walks, each of up to ``RULES`` rules.
+``STATEFUL_WALKS``: how many walks, each of up to ``RULES`` rules. ``STATEFUL_NO_SHRINK``: the first red is told as it is.
 """
 
 from __future__ import annotations
@@ -514,7 +514,8 @@ def run_walks(walks: int, seed_text: str) -> None:
         deadline=None,
         database=None,
         print_blob=True,
-        phases=(Phase.generate, Phase.shrink),
+        phases=(Phase.generate,) if os.environ.get("STATEFUL_NO_SHRINK") else (Phase.generate, Phase.shrink),
+        report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
     run_state_machine_as_test(seed(number)(Walk), settings=how)
