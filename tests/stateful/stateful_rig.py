@@ -248,7 +248,8 @@ class WatchedTier(SecondaryTierManager):
         """How many resets there were: what was asked for before the last one is nobody's."""
         self.to_hang = 0
         """How many of the next verbs hang."""
-        self._dead_steps = self._closed_steps = 0
+        self.patience = 0
+        self._dead_steps = self._closed_steps = self._hung_steps = 0
         self._resets_of: dict[int, int] = {}
         self.runner = TierRunner(
             options,
@@ -298,8 +299,8 @@ class WatchedTier(SecondaryTierManager):
         self.to_hang = max(0, self.to_hang - began)
         return began
 
-    def restart_in_time(self, steps: int) -> None:
-        """Once per step: a dead worker is started again after ``steps`` of them; a store opens after twice that."""
+    def recover(self, steps: int) -> None:
+        """Once per step: after ``steps`` of them a dead worker is started again, after more what hangs comes back."""
         dead = self.link is None and self.pump.dying is None
         self._dead_steps = self._dead_steps + 1 if dead else 0
         if self._dead_steps > steps:
@@ -307,6 +308,9 @@ class WatchedTier(SecondaryTierManager):
         self._closed_steps = self._closed_steps + 1 if self.store.refuses_to_open else 0
         if self._closed_steps > 2 * steps:
             self.store.refuses_to_open = False
+        self._hung_steps = self._hung_steps + 1 if self.hangs else 0
+        if self._hung_steps > self.patience:
+            self.release()
 
     @property
     def hangs(self) -> bool:
@@ -500,6 +504,8 @@ class Setup:
     """The chance that a call of a store fails or lies by itself."""
     hangs: float = 0.0
     """The chance that a verb hangs by itself."""
+    hung_steps: int = 30
+    """Steps after which what hangs comes back by itself."""
     seed: int = 0
 
 
@@ -549,7 +555,7 @@ def make(setup: Setup) -> Rig:
         for i in range(setup.tiers)
     ]
     for tier in tiers:
-        tier.store.chance, tier.hang_chance = setup.faults, setup.hangs
+        tier.store.chance, tier.hang_chance, tier.patience = setup.faults, setup.hangs, setup.hung_steps
     entries = [
         TierEntry(
             tier,
