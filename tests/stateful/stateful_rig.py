@@ -397,8 +397,9 @@ class WatchedTier(SecondaryTierManager):
     def get_finished_jobs(self) -> Sequence[TierResult]:
         results = self.runner.get_finished_jobs()
         for result in results:
-            job = self.jobs[result.job_id]
+            assert result.job_id in self._resets_of, f"{self.name}: job {result.job_id} was never submitted"
             assert result.job_id not in self.reported, f"{self.name}: job {result.job_id} is reported twice"
+            job = self.jobs[result.job_id]
             assert len(result.outcomes) == len(job.keys)
             self.reported.add(result.job_id)
             self._check_brought(job, result)
@@ -419,6 +420,7 @@ class WatchedTier(SecondaryTierManager):
     def get_released_jobs(self) -> Sequence[int]:
         released = self.runner.get_released_jobs()
         for job_id in released:
+            assert job_id in self.hanging, f"{self.name}: job {job_id} is let go of, and was not held"
             self.hanging.remove(job_id)
             self._let_go(job_id)
             self.counts["released late"] += 1

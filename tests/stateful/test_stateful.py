@@ -106,6 +106,8 @@ class Walk(RuleBasedStateMachine):
         self.failed: set[tuple[int, int]] = set()
         self.lost: list[tuple[int, int]] = []
         self.repeating = False
+        self.outdated: dict[int, bool] = {}
+        """Loads that a reset has met in flight, and whether a rank has reported them as failed since."""
         self.ending = False
         self.dice = random.Random(setup.seed)
         device = self.rig.device
@@ -113,6 +115,7 @@ class Walk(RuleBasedStateMachine):
         device.fail = self._fails
         device.lose = self._loses
         device.repeat = lambda job, rank: self.repeating
+        self.engine.drop_output = self._hear
         TALLY["walks"] += 1
 
     def _fails(self, job: TransferJob, rank: int) -> bool:
@@ -125,6 +128,12 @@ class Walk(RuleBasedStateMachine):
         if job.kind is TransferKind.STORE and rank in self.losing:
             self.lost.append((job.job_id, rank))
             return True
+        return False
+
+    def _hear(self, report: JobReport) -> bool:
+        """Every report on its way to the scheduler half; none is dropped here."""
+        if report.job_id in self.outdated and not report.ok:
+            self.outdated[report.job_id] = True
         return False
 
     # --- the engine -------------------------------------------------------------------------------------
@@ -215,12 +224,26 @@ class Walk(RuleBasedStateMachine):
         for tier in self.rig.tiers:
             tier.resets += 1
             TALLY["resets that outdate what a tier keeps"] += new_weights and bool(tier.store.kept)
+        self._note_loads_in_flight()
         self.engine.reset(new_weights=new_weights, device_cleared=device_cleared)
         counts = self.rig.manager.host.counts()
         assert counts[SlotState.READY] == counts[SlotState.RESERVED] == 0, "something from before is there"
         served = [request.prompt for request in self.engine.requests.values() if request.ended]
         for prompt in served[-2:]:
             self._add(prompt, 2, req_id=None)
+
+    def _note_loads_in_flight(self) -> None:
+        """Those that some rank has neither reported nor said on its way: they have to end as failed."""
+        said = {
+            (report.job_id, report.rank)
+            for _, outputs in self.engine._queue
+            for output in outputs
+            for report in output.reports
+        }
+        for job in self.rig.scheduler._jobs.values():
+            if job.kind is TransferKind.LOAD and any((job.job_id, rank) not in said for rank in job.waiting):
+                self.outdated.setdefault(job.job_id, False)
+                TALLY["loads that a reset outdates"] += 1
 
     # --- the workers beside the device ------------------------------------------------------------------
 
@@ -420,6 +443,21 @@ class Walk(RuleBasedStateMachine):
         assert all(request.ended for request in self.engine.requests.values())
         self._check_drained()
         self._release_everything()
+        self._check_usable()
+
+    def _check_usable(self) -> None:
+        """After all that: what one request leaves is loaded by the next, where there is room and time for all of it."""
+        setup = self.rig.setup
+        roomy = setup.slots >= 24 and setup.max_chunks_per_step > 3 and setup.store_after == 1
+        if self.rig.scheduler._device_is_old or not roomy:
+            return
+        TALLY["seen usable afterwards"] += 1
+        self.engine.step_s = 0.02
+        for _ in range(2):
+            self.engine.pool.reset()
+            request = self.engine.add(range(100, 125), 2)
+            self._run_until_idle()
+        assert request.was_external > 0, "nothing is stored or loaded any more"
 
     def _run_until_idle(self) -> int:
         for steps in range(BOUND):
@@ -432,6 +470,8 @@ class Walk(RuleBasedStateMachine):
         rig = self.rig
         self.engine.check_drained()
         rig.recorded.check_all_ended()
+        kept = [job_id for job_id, failed in self.outdated.items() if not failed]
+        assert not kept, f"loads {kept} brought what a reset had outdated"
         for tier in rig.tiers:
             assert not any(tier.lives.values()), f"{tier.name}: lives were never ended"
         for name in ("_lives", "_transfer_jobs", "_noting"):
@@ -498,7 +538,9 @@ HAPPENED = [
     "preemptions",
     "resets with jobs in flight",
     "resets with tier jobs in flight",
+    "loads that a reset outdates",
     "resets that outdate what a tier keeps",
+    "seen usable afterwards",
     "tier_deadlines_passed",
     "retired stores released",
     "released late",
