@@ -126,16 +126,19 @@ class TroubledStore(ChunkStore):
     ``chance`` of a call to do something else by itself, of ``dice``.
     """
 
-    def __init__(self, dice: random.Random) -> None:
+    def __init__(self, dice: random.Random | None = None) -> None:
         self.chance = 0.0
-        self.dice = dice
+        self.dice = dice or random.Random(0)
         self.kept: dict[bytes, tuple[bytes, bytes]] = {}
         self.faults: dict[str, deque[str]] = {verb: deque() for verb in FAULTS}
         self.refuses_to_open = False
+        self.engine_is_inside = False
+        """Whether the engine is in the middle of a call: then nobody may be here."""
         self.happened: Counter[str] = Counter()
         self._raised = 0
 
     def _fault(self, verb: str) -> str:
+        assert not self.engine_is_inside, f"the engine's thread waits for {verb}"
         fault = self.faults[verb].popleft() if self.faults[verb] else ""
         if not fault and self.dice.random() < self.chance:
             fault = self.dice.choice(FAULTS[verb])

@@ -391,7 +391,10 @@ class Walk(RuleBasedStateMachine):
             if tier.auto:
                 tier.turn()
             tier.recover(RESTART_AFTER)
+            tier.store.engine_is_inside = True
         output = self.engine.step()
+        for tier in self.rig.tiers:
+            tier.store.engine_is_inside = False
         TALLY["steps"] += not self.ending
         TALLY["steps to the end"] += self.ending
         TALLY["preemptions"] += len(output.preempted_req_ids)

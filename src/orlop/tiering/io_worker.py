@@ -449,8 +449,9 @@ class IoWorker:
         with self._lock:
             job.codes[part.start : part.stop] = bytes(OUTCOME_CODES[outcome] for outcome in outcomes)
             job.nbytes += outcomes.count(Outcome.OK) * job.transfer.payload_bytes
-            job.failed |= tried and not FAILURES.isdisjoint(outcomes)
-            job.reason = job.reason or reason
+            failures = FAILURES.intersection(outcomes) if tried else ()
+            job.failed |= bool(failures)
+            job.reason = job.reason or reason or ", ".join(sorted(failures))
             job.damaged += tuple(damaged)
             job.left -= 1
             if job.left:
