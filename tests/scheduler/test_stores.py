@@ -244,8 +244,12 @@ def test_a_preempted_requests_stores_are_read_before_its_blocks_are_written(asyn
 @pytest.mark.fault("B002")
 def test_the_store_cursor_goes_back_with_the_block_list(async_scheduling: bool) -> None:
     rig = make_rig(PAIRS, async_scheduling=async_scheduling, token_budget=20)
+    rig.device.fail = only(STORE)
     request = rig.runner.add(range(16), 20)
-    rig.runner.step()
+    for _ in range(3):
+        rig.runner.step()
+    assert not dictionary(rig).table, "the stores of before the preemption have failed"
+    rig.device.fail = never
     rig.runner.preempt(request.request_id)
     rig.runner.pool.reset()
     rig.runner.token_budget = 5
