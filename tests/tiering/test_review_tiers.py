@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import pytest
 
-from orlop.core import TransferKind
-from orlop.testing.doubles import Answers
+from orlop.core import FIRST_GENERATION, KeyRun, ReqContext, TransferKind
+from orlop.host.tier import HostTier
+from orlop.testing.device import SlotMemory
+from orlop.testing.doubles import Answers, ManualTier
 from orlop.testing.request_runner import Status
-from orlop.testing.rig import Rig, make_tiered_rig
-from orlop.tiering.manager import TieringManager
+from orlop.testing.rig import Rig, make_tiered_rig, plain_namespace
+from orlop.tiering.manager import TierEntry, TieringManager, TieringOptions
 
 STORE, LOAD = TransferKind.STORE, TransferKind.LOAD
 PROMPT = list(range(16))
@@ -148,3 +150,48 @@ def test_who_asks_in_the_step_that_reads_the_report_hears_of_it(ok: bool, async_
     rig.runner.run(15, until=lambda: first.status is second.status is Status.FINISHED)
     assert first.was_external + second.was_external >= (16 if ok else 0)
     rig.finish()
+
+
+def test_who_waits_looks_again_when_the_ready_part_of_its_prefix_has_left() -> None:
+    tier = ManualTier(SlotMemory())
+    manager = TieringManager(HostTier(8), [TierEntry(tier)], plain_namespace, FIRST_GENERATION, TieringOptions((4096,)))
+    writer, waiter = ReqContext(1, "writer"), ReqContext(2, "waiter")
+    manager.on_new_request(writer)
+    manager.on_new_request(waiter)
+    run = KeyRun(0, [bytes([i]) * 16 for i in range(3)], 0, 3)
+
+    def store(part: KeyRun) -> None:
+        reservation = manager.prepare_store(part, writer, now=0.0).reservation
+        assert reservation is not None
+        manager.complete_store(reservation, True, now=0.0)
+
+    store(run.part(0, 2))
+    tier.claims_more = lambda key: key == run.packed()[2]
+    assert manager.lookup_prefix(run, waiter, now=0.0, since=0.0)[:2] == (2, 3)
+    manager.want(run, waiter, now=0.0)
+    store(run.part(2, 3))
+    manager.host.discard(0, run.hashes[:2])
+    before = manager.answer_version(waiter)
+    manager.on_schedule_end(now=0.0)
+    assert manager.answer_version(waiter)[0] > before[0]
+
+
+def test_another_window_of_one_group_leaves_the_wants_of_the_others() -> None:
+    tier = ManualTier(SlotMemory())
+    options = TieringOptions((4096, 4096))
+    manager = TieringManager(HostTier(16), [TierEntry(tier)], plain_namespace, FIRST_GENERATION, options)
+    waiter = ReqContext(1, "waiter")
+    manager.on_new_request(waiter)
+    tier.claims_more = lambda key: True
+    full, window = (KeyRun(g, [bytes([i]) * 16 for i in range(4)], 0, 4) for g in (0, 1))
+    manager.lookup_prefix(full, waiter, now=0.0, since=0.0)
+    manager.lookup_each(window, waiter, now=0.0, since=0.0)
+    manager.want(full, waiter, now=0.0)
+    manager.want(window.part(2, 4), waiter, now=0.0)
+    manager.on_schedule_end(now=0.0)
+    assert manager.host.leased == 6
+    manager.want(full.part(0, 3), waiter, now=0.0)
+    manager.want(window.part(1, 3), waiter, now=0.0)
+    manager.on_schedule_end(now=0.0)
+    manager.check()
+    assert manager.host.leased == 3 + 2

@@ -241,11 +241,8 @@ class TieringManager(OffloadingManager):
             self._listen(life, self.host.slots_of(run))
         wanted = life.wants.get(run.group)
         covered = wanted is not None and wanted.start <= run.start and run.stop <= wanted.stop
-        if life.admitted and covered:
-            self._noting[context.life] = life  # an answer may have come since: look again at what is left to promote
-            return
         wants = {**life.wants, run.group: run}
-        if life.admitted:
+        if life.admitted and not covered:
             self._drop_wants(life)
         life.wants = wants
         life.need, life.need_at = self._need(life), self.host.arrivals
@@ -571,11 +568,13 @@ class TieringManager(OffloadingManager):
 
     def _promote(self, life: _Life, room: int, now: float) -> int:
         """Submit promotions of an admitted life within ``room`` chunks; what is left of the room."""
-        complete = True
+        complete, lost = True, False
         for run in life.wants.values():
             states = np.frombuffer(self.host.states(run), dtype=np.uint8)
             ask = life.asks.get(run.group)
             absent = [run.start + int(i) for i in np.flatnonzero(states == ABSENT)]
+            # What was readable at the last look may have left since, and what was being written may have failed.
+            lost = lost or any(ask is None or ask.source_of(chunk) == NOWHERE for chunk in absent)
             for tier, chunks in self._by_tier(ask, absent):
                 take = chunks[:room]
                 if not take or not self._submit_promotion(life, run, tier, take, now):
@@ -584,6 +583,7 @@ class TieringManager(OffloadingManager):
                 room -= len(take)
                 complete = complete and len(take) == len(chunks)
         self._lease_present(life)
+        life.progress += lost
         if complete:
             self._noting.pop(life.context.life, None)
         return room
