@@ -195,3 +195,24 @@ def test_another_window_of_one_group_leaves_the_wants_of_the_others() -> None:
     manager.on_schedule_end(now=0.0)
     manager.check()
     assert manager.host.leased == 3 + 2
+
+
+def test_waiting_for_more_than_may_be_leased_costs_no_lookup_per_step(async_scheduling: bool) -> None:
+    rig = make_tiered_rig(slots=16, async_scheduling=async_scheduling, blocks=128)
+    rig.hold(STORE)
+    prompt = list(range(48))
+    rig.runner.add(prompt)
+    rig.runner.step()
+    rig.runner.step()
+    rig.runner.pool.reset()
+    second = rig.runner.add([*prompt, 1])
+    rig.runner.step()
+    before = rig.manager.count("lookup_prefix")
+    for _ in range(20):
+        rig.runner.step()
+    assert second.status is Status.WAITING
+    assert rig.manager.count("lookup_prefix") == before
+    rig.unhold()
+    rig.runner.run(10, until=lambda: second.status is Status.FINISHED)
+    assert second.was_external == 48
+    rig.finish()

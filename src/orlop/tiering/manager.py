@@ -555,13 +555,19 @@ class TieringManager(OffloadingManager):
         return need
 
     def _cut(self, life: _Life, cap: int) -> None:
-        """More than may ever be leased: what lies beyond is given up, and the life looks again."""
+        """More than may ever be leased: what tiers have beyond is given up, and the life looks again.
+
+        Where the device is writing all of it, nothing is given up: it comes without a lease too.
+        """
         share = cap // len(life.wants)
+        cut = False
         for group, run in life.wants.items():
             ask = life.asks.get(group)
             start = run.start + self.host.ready_prefix(run) + share
             if ask is not None and start < run.stop:
-                ask.give_up_from(start)
+                cut = ask.give_up_from(start) or cut
+        if not cut:
+            return
         self.counters["promotions_cut"] += 1
         self._drop_wants(life)
         life.progress += 1
@@ -819,8 +825,12 @@ class _Ask:
             if block_hash in bad:
                 self.source[i] = NOWHERE
 
-    def give_up_from(self, chunk: int) -> None:
-        self.source[max(0, chunk - self.start) :] = NOWHERE
+    def give_up_from(self, chunk: int) -> bool:
+        """Forget what tiers have from ``chunk`` on; whether they had anything."""
+        beyond = self.source[max(0, chunk - self.start) :]
+        had = bool((beyond != NOWHERE).any())
+        beyond[:] = NOWHERE
+        return had
 
 
 _NO_SLOTS: Int64Array = np.empty(0, dtype=np.int64)
