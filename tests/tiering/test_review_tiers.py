@@ -216,3 +216,26 @@ def test_waiting_for_more_than_may_be_leased_costs_no_lookup_per_step(async_sche
     rig.runner.run(10, until=lambda: second.status is Status.FINISHED)
     assert second.was_external == 48
     rig.finish()
+
+
+def test_a_prefix_that_the_device_serves_stays_in_host_memory_too(async_scheduling: bool) -> None:
+    """It is of use, though host memory is never asked for it: what nobody used leaves first."""
+    rig = make_tiered_rig(slots=8, tiers=0, async_scheduling=async_scheduling)
+    rig.runner.add(PROMPT)
+    rig.runner.run()
+    rig.runner.add(OTHER)
+    rig.runner.run()
+    hit = rig.runner.add([*PROMPT, 1])
+    rig.runner.run()
+    assert hit.was_external == 0
+    rig.store(range(900, 908))
+    again = rig.runner.add([*PROMPT, 2])
+    rig.finish()
+    assert again.was_external == 16
+
+
+def test_counters_of_both_halves_add_up_where_they_share_a_name() -> None:
+    rig = make_tiered_rig(tiers=0)
+    tiering(rig).counters["surprises"] = 3
+    rig.scheduler._surprise("of this test")
+    assert rig.scheduler.get_stats()["surprises"] == 4

@@ -222,7 +222,8 @@ class OffloadingConnectorScheduler:
     def get_stats(self) -> Mapping[str, float]:
         """Counters of this half and of the manager; gauges of what is in flight."""
         stats: dict[str, float] = dict(self.manager.get_stats())
-        stats.update(self.counters)
+        for name, count in self.counters.items():
+            stats[name] = stats.get(name, 0) + count
         stats["jobs_in_flight"] = len(self._jobs)
         stats["jobs_overdue"] = len(self._overdue)
         stats["fenced_blocks"] = len(self._fences)

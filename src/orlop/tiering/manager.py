@@ -276,6 +276,8 @@ class TieringManager(OffloadingManager):
 
     def prepare_store(self, run: KeyRun, context: ReqContext, *, now: float) -> StorePlan:
         states = np.frombuffer(self.host.states(run), dtype=np.uint8)
+        if (states == READY).any():
+            self.host.touch(run)  # of use to the device just now, wherever it got them from
         absent = (np.flatnonzero(states == ABSENT) + run.start).tolist()
         writing = np.flatnonzero(states == WRITING)
         settled = run.start + int(writing[0]) if len(writing) else run.stop
