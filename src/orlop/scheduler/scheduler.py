@@ -434,7 +434,8 @@ class OffloadingConnectorScheduler:
         transfers: Collection[GroupTransfer],
         deadline: float,
     ) -> Job:
-        block_ids = np.concatenate([t.block_ids for t in transfers])
+        parts = [t.block_ids for t in transfers]
+        block_ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
         job = Job(self._next_job, kind, state, reservations, self.options.ranks, deadline, block_ids)
         self._next_job += 1
         self._jobs[job.job_id] = job

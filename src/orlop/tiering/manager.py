@@ -260,7 +260,7 @@ class TieringManager(OffloadingManager):
         slots = self.host.ready_slots(run)
         stop = run.start + len(slots)
         self.host.hold(slots)
-        self.host.touch(run.part(run.start, stop))
+        self.host.touch_slots(slots)
         life = self._lives.get(context.life)
         if life is not None:
             self._drop_wants(life)
@@ -275,12 +275,7 @@ class TieringManager(OffloadingManager):
             self.host.unhold(reservation.slots)
 
     def prepare_store(self, run: KeyRun, context: ReqContext, *, now: float) -> StorePlan:
-        states = np.frombuffer(self.host.states(run), dtype=np.uint8)
-        if (states == READY).any():
-            self.host.touch(run)  # of use to the device just now, wherever it got them from
-        absent = (np.flatnonzero(states == ABSENT) + run.start).tolist()
-        writing = np.flatnonzero(states == WRITING)
-        settled = run.start + int(writing[0]) if len(writing) else run.stop
+        absent, settled = self._look_over(run)
         if absent and self.options.store_after > 1:
             admitted = self._host_admission.admit([run.hashes[c] for c in absent])
             self.counters["stores_skipped"] += len(absent) - sum(admitted)
@@ -322,6 +317,17 @@ class TieringManager(OffloadingManager):
     def release(self, reservation: Reservation) -> None:
         if self._close(reservation):
             self.host.unhold(reservation.slots)
+
+    def _look_over(self, run: KeyRun) -> tuple[list[int], int]:
+        """The chunks of an offer that are not there, and the index of the first that somebody else is writing."""
+        if len(run) == 1 and self.host.slot_state(run.group, run.hashes[run.start]) is None:
+            return [run.start], run.stop  # what every decoding request offers when it fills a chunk
+        states = np.frombuffer(self.host.states(run), dtype=np.uint8)
+        if (states == READY).any():
+            self.host.touch(run)  # of use to the device just now, wherever it got them from
+        writing = np.flatnonzero(states == WRITING)
+        settled = run.start + int(writing[0]) if len(writing) else run.stop
+        return (np.flatnonzero(states == ABSENT) + run.start).tolist(), settled
 
     def _reserve_most(self, run: KeyRun, absent: list[int]) -> Int64Array:
         """Slots for as many leading chunks of ``absent`` as there is room for."""
