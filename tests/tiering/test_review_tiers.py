@@ -239,3 +239,15 @@ def test_counters_of_both_halves_add_up_where_they_share_a_name() -> None:
     tiering(rig).counters["surprises"] = 3
     rig.scheduler._surprise("of this test")
     assert rig.scheduler.get_stats()["surprises"] == 4
+
+
+def test_a_lookup_that_is_never_answered_is_forgotten_with_its_request(async_scheduling: bool) -> None:
+    rig = make_tiered_rig(async_scheduling=async_scheduling)
+    rig.tiers[0].answers = Answers.BY_HAND
+    for i in range(3):
+        rig.runner.add(range(100 * i, 100 * i + 16))
+    rig.finish()
+    assert not tiering(rig)._asks
+    rig.tiers[0].answer()
+    rig.store(PROMPT)
+    rig.finish()

@@ -138,6 +138,8 @@ class TieringManager(OffloadingManager):
             self.counters["surprises"] += 1
             return
         self._drop_wants(life)
+        for ask in life.asks.values():
+            self._forget_answers(ask)
         for entry in self.tiers:
             entry.tier.on_request_finished(context)
 
@@ -219,6 +221,8 @@ class TieringManager(OffloadingManager):
             return ask
         life.asks_made[run.group] += 1
         stop = run.stop if stop_at_miss else run.start + int(where[-1]) + 1
+        if ask is not None:
+            self._forget_answers(ask)
         ask = _Ask(life, run.part(first, stop), len(self.tiers))
         life.asks[run.group] = ask
         keys = run.part(first, stop).packed()
@@ -234,6 +238,11 @@ class TieringManager(OffloadingManager):
             else:
                 ask.take(index, answer.found)
         return ask
+
+    def _forget_answers(self, ask: _Ask) -> None:
+        """Nobody waits for what tiers have not answered of it, and a tier may never answer."""
+        for lookup_id in ask.open:
+            del self._asks[lookup_id]
 
     def want(self, run: KeyRun, context: ReqContext, *, now: float) -> None:
         life = self._lives[context.life]
@@ -744,6 +753,9 @@ class TieringManager(OffloadingManager):
                 raise InvariantError(f"life {number} has leases that it was not granted")
         if not self._noting.keys() <= self._lives.keys():
             raise InvariantError("a gone life still waits for promotions")
+        asks = {lookup_id: ask for life in self._lives.values() for ask in life.asks.values() for lookup_id in ask.open}
+        if asks != self._asks:
+            raise InvariantError(f"lookups {sorted(asks.keys() ^ self._asks.keys())} are waited for by nobody")
         if not self._transfer_jobs.keys() <= {job_id for _, job_id in self._deadlines}:
             raise InvariantError("a job between tiers has no deadline")
 
