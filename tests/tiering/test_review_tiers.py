@@ -251,3 +251,28 @@ def test_a_lookup_that_is_never_answered_is_forgotten_with_its_request(async_sch
     rig.tiers[0].answer()
     rig.store(PROMPT)
     rig.finish()
+
+
+def test_who_waits_for_room_to_promote_hears_that_it_was_not_needed() -> None:
+    """(1) There is no slot for the promotion; (2) there is one, and the chunk comes into it by a store."""
+    tier = ManualTier(SlotMemory())
+    manager = TieringManager(HostTier(4), [TierEntry(tier)], plain_namespace, FIRST_GENERATION, TieringOptions((4096,)))
+    writer, waiter = ReqContext(1, "writer"), ReqContext(2, "waiter")
+    manager.on_new_request(writer)
+    manager.on_new_request(waiter)
+    filler = KeyRun(0, [bytes([i]) * 16 for i in range(4)], 0, 4)
+    full = manager.prepare_store(filler, writer, now=0.0).reservation
+    assert full is not None
+    run = KeyRun(0, [b"x" * 16], 0, 1)
+    tier.claims_more = lambda key: key in run.packed()
+    assert manager.lookup_prefix(run, waiter, now=0.0, since=0.0)[:2] == (0, 1)
+    manager.want(run, waiter, now=0.0)
+    manager.on_schedule_end(now=0.0)
+    assert not tier.open_jobs(LOAD)
+    manager.complete_store(full, False, now=0.0)
+    mine = manager.prepare_store(run, writer, now=0.0).reservation
+    assert mine is not None
+    manager.complete_store(mine, True, now=0.0)
+    before = manager.answer_version(waiter)
+    manager.on_schedule_end(now=0.0)
+    assert manager.answer_version(waiter)[0] > before[0]

@@ -531,6 +531,10 @@ class TieringManager(OffloadingManager):
         """Lease and promote, first come first served; what does not fit now is looked at again next step."""
         room = self.options.max_promotions_per_step
         for life in list(self._noting.values()):
+            if life.need_at != self.host.arrivals:
+                before, life.need, life.need_at = life.need, self._need(life), self.host.arrivals
+                # What it waits for may have come by somebody else's doing before it could lease it.
+                life.progress += life.need < before
             if not life.admitted and not self._admit(life):
                 continue
             if life.no_room_at == self.host.room:
@@ -541,10 +545,6 @@ class TieringManager(OffloadingManager):
 
     def _admit(self, life: _Life) -> bool:
         """Grant the life its leases as a number, whole or not at all; cut what could never be granted."""
-        if life.need_at != self.host.arrivals:
-            before, life.need, life.need_at = life.need, self._need(life), self.host.arrivals
-            # What it waits for may have come by somebody else's doing, without a lease to wait for.
-            life.progress += life.need < before
         if any(not ask.answered for ask in life.asks.values()):
             return False
         need = life.need
