@@ -8,15 +8,19 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from orlop.config import OrlopConfig
 from orlop.connector import OffloadingConnector
 from orlop.core import EngineSpec, Geometry, KVGroup, Reservation
+from orlop.errors import OrlopError
 from orlop.testing.byte_device import ByteDevice
-from orlop.testing.request_runner import RequestRunner
+from orlop.testing.request_runner import EngineRequest, RequestRunner
 from orlop.tiering.breaker import BreakerState
 
 FULL = (KVGroup(0, 4, layers=("a", "b")),)
@@ -36,7 +40,12 @@ class RealClock:
 
 
 class Engine:
-    """One engine over both connector halves and a tier: files in ``path``, or what ``tier`` says."""
+    """One engine over both connector halves and a tier: files in ``path``, or what ``tier`` says.
+
+    ``settings`` go over the settings that a test gets by default, ``spec`` over what the engine says of itself;
+    ``device`` makes the device, ``runner`` are arguments of the RequestRunner. A start that is refused leaves no
+    worker behind. Leaving the ``with`` block shuts both halves down.
+    """
 
     def __init__(
         self,
@@ -46,6 +55,9 @@ class Engine:
         ranks: int,
         tier: dict[str, Any] | None = None,
         io_process: bool = True,
+        settings: Mapping[str, Any] | None = None,
+        spec: Mapping[str, Any] | None = None,
+        device: type[ByteDevice] = ByteDevice,
         **runner: Any,
     ) -> None:
         files = {"type": "files", "path": str(path), "bytes": "2MiB", "deadline": {"lookup": "2s"}}
@@ -55,32 +67,59 @@ class Engine:
                 "blocks_per_chunk": 2,
                 "io_process": io_process,
                 "tiers": [tier or files],
+                **(settings or {}),
             },
             environ={},
         )
-        spec = {"instance": f"{name}-{os.getpid()}", "groups": groups, "tokens_per_hash": 4, "ranks": ranks}
-        specs = [EngineSpec(**spec, identity={"model": "cells"}, device_cache_bytes=1, rank=r) for r in range(ranks)]
-        self.device = ByteDevice(Geometry(groups, 4, 2), ranks=ranks, blocks=40)
+        says = {"instance": f"{name}-{os.getpid()}", "groups": groups, "tokens_per_hash": 4, "ranks": ranks}
+        says |= {"identity": {"model": "cells"}, "device_cache_bytes": 1, **(spec or {})}
+        specs = [EngineSpec(**says, rank=r) for r in range(ranks)]
+        size: dict[str, Any] = {"blocks": 40, "token_budget": 32, **runner}
+        self.device = device(Geometry(groups, 4, 2), ranks=ranks, blocks=size["blocks"])
         self.workers = [OffloadingConnector.worker(config, s) for s in specs]
-        for worker, caches in zip(reversed(self.workers), reversed(self.device.kv_caches), strict=True):
-            self._register(worker, caches)
-        self.connector = OffloadingConnector.scheduler(config, specs[0])
+        try:
+            self._register_all()
+            self.connector = OffloadingConnector.scheduler(config, specs[0])
+        except BaseException:
+            for worker in self.workers:
+                worker.shutdown()
+            raise
         assert self.connector._region is not None
+        half = self.connector._scheduler
+        self.device.geometry = half.geometry
         self.device.attach(self.workers, self.connector._region)
         self.manager = self.connector._manager
         self._check_stores()
-        half = self.connector._scheduler
         self.runner = RequestRunner(
             half,
             half.geometry,
-            blocks=40,
             ranks=ranks,
-            token_budget=32,
             clock=RealClock(),  # type: ignore[arg-type]
             device=self.device,  # type: ignore[arg-type]
             checks=(self.connector.check,),
-            **runner,
+            **size,
         )
+
+    def _register_all(self) -> None:
+        """All ranks at once, as in an engine: the lowest waits for the others. Raises what the lowest raised."""
+        self.refused: list[OrlopError] = []
+        others = [
+            threading.Thread(target=self._try_to_register, args=pair, daemon=True)
+            for pair in zip(self.workers[1:], self.device.kv_caches[1:], strict=True)
+        ]
+        for thread in others:
+            thread.start()
+        self._register(self.workers[0], self.device.kv_caches[0])
+        for thread in others:
+            thread.join()
+        if self.refused:
+            raise self.refused[0]
+
+    def _try_to_register(self, worker: OffloadingConnector, caches: dict[str, Any]) -> None:
+        try:
+            self._register(worker, caches)
+        except OrlopError as error:
+            self.refused.append(error)
 
     def _register(self, worker: OffloadingConnector, caches: dict[str, Any]) -> None:
         worker.register_kv_caches(caches)
@@ -118,6 +157,28 @@ class Engine:
         for prompt in [*wanted, *wanted]:
             self.runner.add(prompt)
             self.runner.run(max_steps=1_000_000)
+
+    def serve(self, prompt: list[int], max_tokens: int = 1, **add: Any) -> EngineRequest:
+        """Run one request to its end, and all its transfers too; then the device has forgotten it."""
+        request = self.runner.add(prompt, max_tokens, **add)
+        self.run()
+        self.runner.pool.reset()
+        return request
+
+    def run(self) -> None:
+        """Step until all requests have ended and nothing is pending; nothing is left then."""
+        self.runner.run(max_steps=1_000_000)
+        self.runner.check_drained()
+
+    def stats(self) -> Mapping[str, float]:
+        """The connector's counters; 0 for one that has not counted yet."""
+        return defaultdict(float, self.connector.get_stats())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
 
     def shutdown(self) -> None:
         for worker in self.workers:
