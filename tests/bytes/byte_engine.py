@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -145,7 +145,7 @@ class Engine:
     def wait_in_service(self) -> None:
         """Traffic until the tier's breaker has closed again, as it does by itself."""
         tier: Any = self.manager.tiers[0].tier
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + 8
         while tier._breaker.state is not BreakerState.CLOSED:
             assert time.monotonic() < limit, "the tier has not come back"
             self.runner.add([time.monotonic_ns() % 10**9 + i for i in range(9)])
@@ -167,8 +167,18 @@ class Engine:
 
     def run(self) -> None:
         """Step until all requests have ended and nothing is pending; nothing is left then."""
-        self.runner.run(max_steps=1_000_000)
+        limit = time.monotonic() + 8
+        while not self.runner.idle:
+            assert time.monotonic() < limit, f"not done after a minute: {self.runner.describe()}"
+            self.runner.step()
         self.runner.check_drained()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Step until the condition holds."""
+        limit = time.monotonic() + 8
+        while not condition():
+            assert time.monotonic() < limit, f"not so after a minute: {self.runner.describe()}"
+            self.runner.step()
 
     def stats(self) -> Mapping[str, float]:
         """The connector's counters; 0 for one that has not counted yet."""

@@ -150,3 +150,17 @@ def chunk_files(path: Path) -> list[Path]:
 def leftovers(path: Path) -> list[Path]:
     """Temporary files below a files tier's directory; the locks of writers are none."""
     return [p for p in (path / "v1" / "tmp").glob("*") if p.suffix != ".lock"]
+
+
+class RaisesAtStart(MemoryStore):
+    """Cannot be made."""
+
+    def __init__(self, **settings: Any) -> None:
+        raise OSError("the server refuses the connection")
+
+
+class HangsAtStart(MemoryStore):
+    """Is never done being made."""
+
+    def __init__(self, **settings: Any) -> None:
+        threading.Event().wait()
