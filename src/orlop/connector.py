@@ -134,6 +134,8 @@ class OffloadingConnector:
         if self._worker_half is not None:
             self._worker_half.rebind(kv_caches)
             return
+        if not self.spec.groups:
+            raise ConfigError("found no KV group whose blocks could be offloaded, expected one or more in the engine")
         pages = page_bytes(kv_caches, self.spec.groups)
         name = socket_name(self.spec.instance, self.spec.replica)
         if self.spec.rank == 0:

@@ -145,7 +145,7 @@ class Engine:
     def wait_in_service(self) -> None:
         """Traffic until the tier's breaker has closed again, as it does by itself."""
         tier: Any = self.manager.tiers[0].tier
-        limit = time.monotonic() + 8
+        limit = time.monotonic() + 60
         while tier._breaker.state is not BreakerState.CLOSED:
             assert time.monotonic() < limit, "the tier has not come back"
             self.runner.add([time.monotonic_ns() % 10**9 + i for i in range(9)])
@@ -167,7 +167,7 @@ class Engine:
 
     def run(self) -> None:
         """Step until all requests have ended and nothing is pending; nothing is left then."""
-        limit = time.monotonic() + 8
+        limit = time.monotonic() + 60
         while not self.runner.idle:
             assert time.monotonic() < limit, f"not done after a minute: {self.runner.describe()}"
             self.runner.step()
@@ -175,7 +175,7 @@ class Engine:
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Step until the condition holds."""
-        limit = time.monotonic() + 8
+        limit = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < limit, f"not so after a minute: {self.runner.describe()}"
             self.runner.step()

@@ -71,7 +71,9 @@ def test_what_an_interrupted_prompt_stored_is_what_its_keys_say(
 def test_what_is_said_to_come_back_after_a_restart_was_not_computed(tmp_path: Path) -> None:
     with Engine(tmp_path, "first", FULL, 1) as engine:
         engine.serve(PROMPT[:40])
-        assert engine.serve(PROMPT[:40]).was_external == 36  # the last block is not loaded: at least one token is always computed
+        assert (
+            engine.serve(PROMPT[:40]).was_external == 36
+        )  # the last block is not loaded: at least one token is always computed
     assert len(chunk_files(tmp_path)) == 5
     with Engine(tmp_path, "second", FULL, 1) as engine:
         computed = count_computed(engine)

@@ -248,7 +248,7 @@ class OffloadingConnectorScheduler:
 
     def _begin_life(self, request: Request) -> RequestState:
         salt = getattr(request, "cache_salt", None)
-        digest = hashlib.blake2b(salt.encode(), digest_size=16).digest() if salt else NO_SALT
+        digest = _salt_digest(salt) if salt else NO_SALT
         context = ReqContext(self._next_life, request.request_id, digest)
         self._next_life += 1
         state = RequestState(request, context, self.geometry)
@@ -662,6 +662,11 @@ class OffloadingConnectorScheduler:
         """Reservations that this half will still complete or release; for the manager's own check."""
         jobs = [*self._jobs.values(), *self._overdue.values()]
         return [r for job in jobs for r in job.reservations]
+
+
+def _salt_digest(salt: str) -> bytes:
+    """A client may send half of a surrogate pair, which is no character and still a salt."""
+    return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _require(condition: bool, what: str) -> None:
