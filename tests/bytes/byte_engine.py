@@ -42,9 +42,10 @@ class RealClock:
 class Engine:
     """One engine over both connector halves and a tier: files in ``path``, or what ``tier`` says.
 
-    ``settings`` go over the settings that a test gets by default, ``spec`` over what the engine says of itself;
-    ``device`` makes the device, ``runner`` are arguments of the RequestRunner. A start that is refused leaves no
-    worker behind. Leaving the ``with`` block shuts both halves down.
+    ``settings`` go over what a test gets by default, ``tiers`` False: the files tier is not among that. ``spec`` goes
+    over what the engine says of itself, ``device`` makes the device, ``runner`` is for the RequestRunner. A start that
+    is refused leaves no worker behind; ``refused`` is what ranks other than the lowest were told. Leaving the ``with``
+    block shuts both halves down.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Engine:
         ranks: int,
         tier: dict[str, Any] | None = None,
         io_process: bool = True,
+        tiers: bool = True,
         settings: Mapping[str, Any] | None = None,
         spec: Mapping[str, Any] | None = None,
         device: type[ByteDevice] = ByteDevice,
@@ -66,7 +68,7 @@ class Engine:
                 "host": {"bytes": 24 * 4096 * ranks},
                 "blocks_per_chunk": 2,
                 "io_process": io_process,
-                "tiers": [tier or files],
+                **({"tiers": [tier or files]} if tiers else {}),
                 **(settings or {}),
             },
             environ={},
@@ -76,6 +78,7 @@ class Engine:
         specs = [EngineSpec(**says, rank=r) for r in range(ranks)]
         size: dict[str, Any] = {"blocks": 40, "token_budget": 32, **runner}
         self.device = device(Geometry(groups, 4, 2), ranks=ranks, blocks=size["blocks"])
+        self.refused: list[OrlopError] = []
         self.workers = [OffloadingConnector.worker(config, s) for s in specs]
         try:
             self._register_all()
@@ -102,16 +105,17 @@ class Engine:
 
     def _register_all(self) -> None:
         """All ranks at once, as in an engine: the lowest waits for the others. Raises what the lowest raised."""
-        self.refused: list[OrlopError] = []
         others = [
             threading.Thread(target=self._try_to_register, args=pair, daemon=True)
             for pair in zip(self.workers[1:], self.device.kv_caches[1:], strict=True)
         ]
         for thread in others:
             thread.start()
-        self._register(self.workers[0], self.device.kv_caches[0])
-        for thread in others:
-            thread.join()
+        try:
+            self._register(self.workers[0], self.device.kv_caches[0])
+        finally:
+            for thread in others:
+                thread.join()
         if self.refused:
             raise self.refused[0]
 

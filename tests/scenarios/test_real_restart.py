@@ -7,6 +7,7 @@ that are not the process's own.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
@@ -155,7 +156,7 @@ def test_fields_that_join_to_one_text_are_different_namespaces() -> None:
         text = "".join(rng.choice('ab1,:"{}[]\\') for _ in range(12))
         one, other = ([0, *sorted(rng.choices(range(13), k=4)), 12] for _ in range(2))
         if one != other:
-            split = [[text[a:b] for a, b in zip(cut, cut[1:], strict=False)] for cut in (one, other)]
+            split = [[text[a:b] for a, b in itertools.pairwise(cut)] for cut in (one, other)]
             assert digest(dict(zip(names, split[0], strict=True))) != digest(dict(zip(names, split[1], strict=True)))
     empty_or_missing = [{}, {"salt": ""}, {"salt": None}, {"salt": []}, {"salt": {}}, {"salt": "0"}, {"salt": 0}]
     assert len({digest(identity) for identity in empty_or_missing}) == len(empty_or_missing)
@@ -231,7 +232,7 @@ def test_resets_in_the_middle_of_traffic_serve_nothing_from_before(tmp_path: Pat
             # Transfers are still in flight here; what they bring belongs to nobody afterwards.
             engine.runner.reset(os.urandom(16))
             first = engine.runner.add(roots[0])
-            engine.until(lambda: first.ended)
+            engine.until(lambda first=first: first.ended)  # type: ignore[misc]
             assert first.was_external == 0
         engine.run()
         assert engine.stats()["slots_retired"] == 0

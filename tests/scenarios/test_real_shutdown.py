@@ -98,7 +98,7 @@ def test_a_shutdown_without_its_io_process_ends_too(tmp_path: Path) -> None:
     assert not leftovers(tmp_path)
 
 
-# --- signals -----------------------------------------------------------------------------------------------------------
+# --- signals -------------------------------------------------------------------------------------------------------
 
 
 def start_child(path: Path) -> subprocess.Popen[str]:
