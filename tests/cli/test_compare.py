@@ -34,6 +34,8 @@ def test_a_difference_between_the_two_best_is_a_tie_below_the_gap_only():
 def test_a_token_that_is_not_among_the_best_is_no_tie_although_those_two_are():
     result, _ = verdict((0,), (2,), [2.0, 2.00001, 1.0])
     assert (result.ties, len(result.different)) == (0, 1)
+    both, _ = verdict((1,), (2,), [2.0, 1.0, 1.00001])
+    assert (both.ties, len(both.different)) == (0, 1)
 
 
 def test_a_run_that_stopped_early_differs():

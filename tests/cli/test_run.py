@@ -130,6 +130,19 @@ def test_what_a_user_can_put_right_is_one_line_and_exit_code_2(trace, tmp_path, 
     assert (out, err.count("\norlop: "), err.startswith("orlop: ")) == ("", 0, True)
 
 
+def test_without_torch_the_extra_to_install_is_named():
+    program = "import sys; sys.modules['torch'] = None; from orlop.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "run", "--trace", "any"],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "orlop: the embedded engine needs torch: pip install 'orlop[engine]'\n"
+
+
 def test_ctrl_c_stops_with_what_was_done(trace, tmp_path):
     long = tmp_path / "long.jsonl"
     long.write_text(trace.read_text() * 100)

@@ -119,3 +119,19 @@ def test_a_file_that_is_missing_empty_or_cut_short_is_named(tmp_path):
     cut.write_bytes(gzip.compress("".join(line(512, [i]) + "\n" for i in range(5_000)).encode())[:-500])
     with pytest.raises(TraceError, match=r"cut, after line [1-9]\d*: cannot be read"):
         prompts(cut)
+
+
+def test_sessions_are_overlaid_one_line_of_each_in_turn(tmp_path):
+    lines = [line(16, [i], session=s) for i, s in enumerate([0, 0, 0, 1, 2, 2, 2])]
+    path = written(tmp_path / "t", *lines)
+    numbers = [
+        r.request_id
+        for r in read_requests(path, limit=None, tokens_per_block=4, max_output=1, vocab_size=512, overlay=2)
+    ]
+    assert numbers == [f"line-{n}" for n in (1, 4, 2, 5, 3, 6, 7)]
+
+
+def test_a_trace_without_sessions_stays_in_file_order_however_many_are_overlaid(tmp_path):
+    path = written(tmp_path / "t", *(line(16, [i]) for i in range(9)))
+    requests = read_requests(path, limit=None, tokens_per_block=4, max_output=1, vocab_size=512, overlay=4)
+    assert [r.request_id for r in requests] == [f"line-{n}" for n in range(1, 10)]

@@ -178,7 +178,7 @@ def run_checked(llm, max_steps=2_000):
             return results
         for result in llm.step():
             results[result.request_id] = result
-        llm.scheduler.check()
+        llm.check()
     raise AssertionError(f"after {max_steps} steps still waiting: {llm.scheduler.waiting}")
 
 

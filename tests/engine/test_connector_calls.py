@@ -127,7 +127,7 @@ def test_blocks_of_a_running_load_stay_allocated_when_its_request_is_aborted(asy
     other = llm.add_request([3] * 90, 4)
     for _ in range(5):
         llm.step()
-        llm.scheduler.check()
+        llm.check()
         assert llm.scheduler.pool.num_free == 9 - 4
     connector.hold_loads = False
     results = run_checked(llm)
@@ -163,6 +163,19 @@ def test_loaded_requests_that_fill_the_device_give_way_to_each_other(async_sched
     results = run_checked(llm, max_steps=200)
     assert [results[i].tokens for i in ids] == [greedy(llm, prompt, 4) for prompt in (first, second)]
     assert llm.scheduler.num_preemptions > 0
+
+
+def test_a_loaded_request_that_waits_gives_way_before_a_running_one_does():
+    runs, waits = PROMPT[:60], [*PROMPT[16:32], *PROMPT[:40]]
+    connector = DictConnector(stored_pages(waits[:17]))
+    llm = engine(connector, num_blocks=7)
+    llm.add_request(runs, 25, request_id="runs")
+    llm.step()
+    llm.add_request(waits, 2, request_id="waits")
+    results = run_checked(llm, max_steps=200)
+    assert (results["runs"].preemptions, results["waits"].preemptions) == (0, 1)
+    assert results["runs"].tokens == greedy(llm, runs, 25)
+    assert results["waits"].tokens == greedy(llm, waits, 2)
 
 
 @pytest.mark.fault("B062")
@@ -260,7 +273,7 @@ def test_random_traffic_ends_with_right_tokens_and_empty_books(seed, async_sched
             connector.undecided.add(f"r{number}")
         for _ in range(source.randrange(4)):
             results |= {r.request_id: r for r in llm.step()}
-            llm.scheduler.check()
+            llm.check()
         if source.random() < 0.15:
             victim = source.choice(list(asked))
             if llm.abort(victim) is not None:

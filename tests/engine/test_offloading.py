@@ -46,7 +46,7 @@ def run_checked(llm):
         if not llm.has_work():
             return results
         results |= {r.request_id: r for r in llm.step()}
-        llm.scheduler.check()
+        llm.check()
         llm.connector.check()
     raise AssertionError(f"after {MAX_STEPS} steps still waiting: {llm.scheduler.waiting}")
 
@@ -84,7 +84,7 @@ def test_random_traffic_with_aborts_and_resets(make, seed, async_scheduling):
         asked[llm.add_request(prompt, 5, request_id=f"r{number}")] = prompt
         for _ in range(source.randrange(8)):
             results |= {r.request_id: r for r in llm.step()}
-            llm.scheduler.check()
+            llm.check()
             llm.connector.check()
         if source.random() < 0.2:
             victim = source.choice(list(asked))

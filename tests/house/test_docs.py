@@ -33,7 +33,7 @@ def test_every_make_command_in_a_page_exists(page: Path) -> None:
 
 def test_the_readme_begins_with_two_commands_that_exist() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert re.search(r"```\w*\nmake setup\nmake demo\n```", readme)
+    assert re.search(r"```\w*\nmake demo\nmake test\n```", readme)
 
 
 def test_the_check_calls_only_what_exists() -> None:

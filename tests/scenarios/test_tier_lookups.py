@@ -135,6 +135,19 @@ def test_a_late_answer_wakes_an_idle_engine(async_scheduling: bool) -> None:
     assert steps <= 8
 
 
+@pytest.mark.fault("B057")
+def test_a_tier_is_asked_once_per_request_also_where_it_has_a_part(async_scheduling: bool) -> None:
+    rig = make_tiered_rig(slots=16, async_scheduling=async_scheduling)
+    only_below(rig, PROMPT)
+    tier = rig.tiers[0]
+    request = rig.runner.add([*PROMPT, 1])
+    for place in [place for place in tier.stored if place[1][:-4] in request.block_hashes[2:4]]:
+        del tier.stored[place]
+    rig.finish()
+    assert request.was_external == 8
+    assert sum(call.name == "lookup_prefix" for call in tier.calls) == 1
+
+
 @pytest.mark.fault("B137")
 @pytest.mark.parametrize("outcome", [Outcome.MISSING, Outcome.CORRUPT, Outcome.IO_ERROR, Outcome.TIMEOUT])
 @pytest.mark.parametrize("bad", [0, 1, 3])
@@ -287,6 +300,23 @@ def test_every_end_of_a_lookup_gives_its_leases_back(end: str, async_scheduling:
     again = rig.runner.add([*range(9000, 9080), 1])
     rig.finish()
     assert again.was_external == 80, "the pool can still be filled with new data"
+
+
+@pytest.mark.fault("B194")
+def test_an_abort_during_the_promotion_gives_the_leases_back(async_scheduling: bool) -> None:
+    rig = make_tiered_rig(slots=16, async_scheduling=async_scheduling)
+    only_below(rig, PROMPT)
+    tier = rig.tiers[0]
+    tier.auto = False
+    request = rig.runner.add([*PROMPT, 1])
+    rig.runner.step()
+    rig.runner.step()
+    assert tiering(rig).host.leased == 4
+    rig.runner.abort(request.request_id)
+    assert tiering(rig).host.leased == 0
+    rig.runner.step()
+    tier.auto = True
+    rig.finish()
 
 
 @pytest.mark.fault("B199")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from orlop.core import TransferKind
+from orlop.testing.device import only
 from orlop.testing.request_runner import Status
 from orlop.testing.rig import FULL, HYBRID, PAIRS, Rig, make_rig
 
@@ -168,12 +169,15 @@ def test_a_reset_serves_nothing_from_before_and_strands_nobody(async_scheduling:
     rig.runner.step()
     rig.runner.reset()
     rig.unhold()
+    before = len(rig.device.stored_jobs)
     rig.finish()
+    stored = {job.req_id for job in rig.device.stored_jobs[before:]}
+    assert running.request_id not in stored, "a life that holds old KV has stored something"
     assert loading.was_external == 0, "a load from before the reset was taken for good"
     rig.runner.pool.reset()
     again = [rig.runner.add(r.prompt) for r in (loading, running)]
     rig.finish()
-    assert [r.was_external for r in again] == [12, 0], "a life that held old KV has stored something"
+    assert [r.was_external for r in again] == [12, 0]
 
 
 # --- drain ---------------------------------------------------------------------------------------------------
@@ -216,14 +220,16 @@ def test_concurrent_lookups_of_the_same_prefix(fate: str, herd: int, async_sched
     match fate:
         case "fails":
             rig.device.fail_late(rig.loads())
+            rig.device.fail = only(LOAD)
         case "is_aborted":
             rig.runner.abort(requests[0].request_id)
         case "is_reset":
             rig.runner.reset()
     rig.unhold()
-    before = rig.runner.steps
-    rig.runner.run(until=lambda: all(r.first_step is not None or r.ended or r.loading for r in requests))
-    assert rig.runner.steps - before <= 5, "the others went on one after another"
+    at_once = fate in ("is_aborted", "is_reset")
+    for _ in range(1 if at_once else 3 if async_scheduling else 2):
+        rig.runner.step()
+    assert all(r.status is not Status.WAITING for r in requests), "somebody did not go on in the next schedule"
     rig.finish()
     if fate == "completes":
         assert len(rig.loads()) == 1
@@ -379,10 +385,13 @@ def test_the_last_sampled_tokens_chunk_is_never_stored(async_scheduling: bool) -
 
 
 def test_an_abort_stores_nothing_that_is_still_in_flight() -> None:
+    """Its chunks found no room when they were computed; they would find some now, but no rank has reported them."""
     rig = make_rig(async_scheduling=True)
-    request = rig.runner.add(range(7), 9)
-    rig.runner.run(until=lambda: request.num_computed_tokens == 8)
-    assert request.num_in_flight_tokens == 1
+    rig.manager.inner.room = False  # type: ignore[attr-defined]
+    request = rig.runner.add(range(8), 9)
+    rig.runner.step()
+    assert (request.num_computed_tokens, request.num_in_flight_tokens) == (8, 8)
+    rig.manager.inner.room = True  # type: ignore[attr-defined]
     rig.runner.abort(request.request_id)
     rig.finish()
-    assert [job.transfers[0].slots.size for job in rig.device.stored_jobs] == [1]
+    assert rig.device.stored_jobs == []

@@ -33,7 +33,11 @@ def make(seed: int) -> tuple[random.Random, Rig]:
         waits = {name: dice.choice([0.03, 0.2, 1.0]) for name in ("lookup_s", "promotion_s", "cascade_s")}
         rig = make_tiered_rig(geometry, slots=slots, tiers=tiers, auto=False, entry=waits, **settings)
     make_trouble(dice, rig.device)
+    calm = dice.random() < 0.5
     for tier in rig.tiers:
+        tier.auto = calm
+        if calm:
+            continue
         tier.answers = dice.choice(list(Answers))
         tier.load_outcome = lambda key: dice.choice(list(Outcome)) if dice.random() < 0.1 else Outcome.OK
         tier.store_outcome = lambda key: Outcome.NO_SPACE if dice.random() < 0.1 else Outcome.OK
@@ -94,7 +98,7 @@ def trouble(dice: random.Random, rig: Rig) -> None:
     elif runner.running and what < 0.10:
         runner.preempt(dice.choice(runner.running).request_id)
     elif what < 0.12:
-        runner.reset(new_weights=False)
+        runner.reset(device_cleared=dice.random() < 0.7)
     elif what < 0.22:
         runner.pool.reset()
     elif what < 0.26 and isinstance(rig.manager.inner, DictManager):
@@ -112,7 +116,7 @@ def arrive(dice: random.Random, rig: Rig, prompts: list[list[int]]) -> None:
 
 def walk(seed: int, steps: int = 150) -> Rig:
     dice, rig = make(seed)
-    prompts = [[dice.randint(0, 9) for _ in range(36)] for _ in range(2)]
+    prompts = [[dice.randint(0, 9) for _ in range(36)] for _ in range(dice.choice([2, 6]))]
     for _ in range(steps):
         if dice.random() < 0.3 and len(rig.runner.waiting) < 4:
             arrive(dice, rig, prompts)

@@ -50,7 +50,7 @@ class NoOffloading:
     def has_pending_push_work(self) -> bool:
         return False
 
-    def reset_cache(self, generation: bytes, *, now: float) -> None: ...
+    def reset_cache(self, generation: bytes, *, now: float, device_cleared: bool = True) -> None: ...
 
     def take_events(self) -> tuple[()]:
         return ()

@@ -19,7 +19,7 @@ from vllm_watch import WatchedManager, make_manager
 WALKS = {
     "full-sync": (Plan(EngineSizes()), 1),
     "full-async-chunks-of-2": (Plan(EngineSizes(asynchronous=True), outputs_late=1, blocks_per_chunk=2), 2),
-    "window-sync-resumed-as-new": (Plan(EngineSizes(windowed=True, resumed_as_new=True)), 3),
+    "window-sync-2-ranks-resumed-as-new": (Plan(EngineSizes(windowed=True, resumed_as_new=True), ranks=2), 3),
     "window-async-2-late": (Plan(EngineSizes(blocks=80, windowed=True, asynchronous=True), outputs_late=2), 4),
 }
 
@@ -36,6 +36,7 @@ MUST_HAPPEN = (
     "hard_resets",
     "outdated_loads",
     "reused_ids",
+    "ended_finished_stopped",
     "aborted_waiting",
     "aborted_running",
     "aborted_waiting_for_remote_kvs",

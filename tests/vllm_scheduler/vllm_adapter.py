@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -262,9 +262,11 @@ init_none_hash(sha256)
 _hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
 
 
-def make_request(req_id: str, prompt: list[int], output_tokens: int) -> Request:
-    """A vLLM request that ends after ``output_tokens`` tokens (or when aborted)."""
-    params = SamplingParams(max_tokens=output_tokens, ignore_eos=True, temperature=0.0)
+def make_request(req_id: str, prompt: list[int], output_tokens: int, stop_tokens: Sequence[int] = ()) -> Request:
+    """A vLLM request that ends after ``output_tokens`` tokens, with the first stop token, or when aborted."""
+    params = SamplingParams(
+        max_tokens=output_tokens, stop_token_ids=list(stop_tokens), ignore_eos=True, temperature=0.0
+    )
     return Request(
         request_id=req_id,
         prompt_token_ids=prompt,

@@ -67,7 +67,7 @@ def answer(prompt: Sequence[int], count: int) -> list[int]:
 class Dice:
     """How often things happen per step and transfer; all chances in 0 .. 1."""
 
-    run_transfer: float = 0.35
+    run_transfer: float = 0.2
     report: float = 0.7
     fail_store: float = 0.05
     fail_load: float = 0.08
@@ -90,6 +90,8 @@ class Transfer:
 
     job: TransferJob
     epoch: int
+    silent: set[int]
+    """Ranks that have not reported it."""
     not_before_step: int = 0
     done: bool = False
     ok: bool = True
@@ -110,7 +112,7 @@ class Sightings:
 
 
 class MockWorker:
-    """One rank that computes, stores and loads over arrays of cells.
+    """Computes, stores and loads over arrays of cells, for all ranks at once; each rank reports for itself.
 
     ``windows[g]`` is group ``g``'s sliding window in tokens or None. ``slots`` host slots hold one chunk each.
     """
@@ -122,10 +124,12 @@ class MockWorker:
         slots: int,
         blocks_per_chunk: int,
         windows: Sequence[int | None],
+        ranks: int,
         rng: random.Random,
         dice: Dice,
     ) -> None:
         self.windows = windows
+        self.ranks = ranks
         self.rng = rng
         self.dice = dice
         self.seen = Sightings()
@@ -172,12 +176,11 @@ class MockWorker:
         self._flush(meta.jobs_to_flush, {job.job_id for job in meta.store_jobs if job.after_compute})
         for job_id in meta.loads_to_fail:
             self._outdate(job_id)
+        self._run_some()
         sampled = self._forward(output)
         self._accept(job for job in meta.store_jobs if job.after_compute)
         self._accept(meta.load_jobs)
-        for transfer in self.transfers.values():
-            if not transfer.done and self.rng.random() < self.dice.run_transfer:
-                self._run(transfer)
+        self._run_some()
         ids = list(output.num_scheduled_tokens)
         return ModelRunnerOutput(
             req_ids=ids,
@@ -188,9 +191,15 @@ class MockWorker:
     def _accept(self, jobs: Iterable[TransferJob]) -> None:
         for job in jobs:
             assert job.job_id not in self.transfers, f"job {job.job_id} was sent twice"
-            self.transfers[job.job_id] = Transfer(job, self.epoch)
+            self.transfers[job.job_id] = Transfer(job, self.epoch, set(range(self.ranks)))
             self.seen.add(f"{job.kind}s")
             self.seen.add("doomed", job.doomed)
+
+    def _run_some(self) -> None:
+        """Before and after the forward: whatever has been submitted may move."""
+        for transfer in self.transfers.values():
+            if not transfer.done and self.rng.random() < self.dice.run_transfer:
+                self._run(transfer)
 
     def _flush(self, job_ids: Iterable[int], coming: set[int]) -> None:
         for job_id in job_ids:
@@ -205,7 +214,7 @@ class MockWorker:
         transfer = self.transfers.get(job_id)
         if transfer is not None:
             assert transfer.job.kind is TransferKind.LOAD
-            transfer.outdated, transfer.ok = True, False
+            transfer.outdated, transfer.ok = True, False  # whoever has not reported says so
             self.seen.add("outdated_loads")
 
     # --- forward ------------------------------------------------------------------------------------
@@ -343,19 +352,12 @@ class MockWorker:
         said: list[JobReport] = []
         received, failed = set(), set()
         for transfer in [t for t in self.transfers.values() if t.done]:
-            job = transfer.job
-            if self.step < transfer.not_before_step or self.rng.random() >= self.dice.report:
-                continue
-            if job.kind is TransferKind.STORE and self.rng.random() < self.dice.lose_track_for_long:
-                transfer.not_before_step = self.step + 60
-                self.seen.add("late_stores")
-                continue
-            if job.kind is TransferKind.LOAD:
-                received.add(job.req_id)
-                if not transfer.ok:
-                    failed.add(job.req_id)
-            said.append(JobReport(job.job_id, 0, transfer.ok))
-            del self.transfers[job.job_id]
+            said += self._report(transfer)
+            if not transfer.silent:
+                del self.transfers[transfer.job.job_id]
+                if transfer.job.kind is TransferKind.LOAD:
+                    received.add(transfer.job.req_id)
+                    failed.update(() if transfer.ok else (transfer.job.req_id,))
         if self.told and self.rng.random() < self.dice.report_twice:
             said.append(self.rng.choice(self.told))
             self.seen.add("repeated_reports")
@@ -365,6 +367,20 @@ class MockWorker:
         return KVConnectorOutput(
             finished_recving=received, failed_recving=failed, kv_connector_worker_meta=Reports(tuple(said))
         )
+
+    def _report(self, transfer: Transfer) -> list[JobReport]:
+        """What the ranks say of one job in this step; a failure is the last one's."""
+        said: list[JobReport] = []
+        for rank in sorted(transfer.silent):
+            if self.step < transfer.not_before_step or self.rng.random() >= self.dice.report:
+                continue
+            if transfer.job.kind is TransferKind.STORE and self.rng.random() < self.dice.lose_track_for_long:
+                transfer.not_before_step = self.step + 60
+                self.seen.add("late_stores")
+                continue
+            transfer.silent.discard(rank)
+            said.append(JobReport(transfer.job.job_id, rank, transfer.ok or bool(transfer.silent)))
+        return said
 
 
 def windows_of(windowed: bool) -> list[int | None]:

@@ -7,7 +7,7 @@ clock, a thread, randomness of its own (all of it comes from the seed).
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from vllm_adapter import VOCABULARY, EngineSizes, Joined, build_scheduler, make_
 from vllm_mock_worker import Dice, MockWorker, Prefix, Sightings, answer, windows_of
 from vllm_watch import WatchedManager
 
-from orlop.scheduler.scheduler import OffloadingConnectorScheduler
+from orlop.scheduler.scheduler import OffloadingConnectorScheduler, SchedulerOptions
 
 SETTLE_STEPS = 3000
 
@@ -32,6 +32,7 @@ class Plan:
     requests: int = 500
     slots: int = 96
     blocks_per_chunk: int = 1
+    ranks: int = 1
     outputs_late: int = 0
     """How many further steps are scheduled before a step's output is processed."""
     dice: Dice = field(default_factory=Dice)
@@ -64,12 +65,15 @@ class Walk:
             slots=plan.slots,
             blocks_per_chunk=plan.blocks_per_chunk,
             windows=windows_of(plan.sizes.windowed),
+            ranks=plan.ranks,
             rng=random.Random(seed + 1),
             dice=plan.dice,
         )
         self.manager = manager
         manager.watch(self.worker)
-        self.half = OffloadingConnectorScheduler(plan.sizes.geometry(plan.blocks_per_chunk), manager)
+        self.half = OffloadingConnectorScheduler(
+            plan.sizes.geometry(plan.blocks_per_chunk), manager, SchedulerOptions(ranks=plan.ranks)
+        )
         joined = Joined(self.half, lambda: self.now, lambda: self.rng.randbytes(16))
         self.scheduler = build_scheduler(plan.sizes, joined, folder)
         self.seen: Sightings = self.worker.seen
@@ -78,7 +82,7 @@ class Walk:
         self.late: deque[tuple[Any, ModelRunnerOutput]] = deque()
         self.added = 0
         self.used_ids: set[str] = set()
-        self.ended: Counter[str] = Counter()
+        self.ended = 0
 
     # --- the whole walk -------------------------------------------------------------------------
 
@@ -146,11 +150,12 @@ class Walk:
         document = self.rng.choice(self.documents)
         shared = document[: self.rng.choice((0, 16, 33, 64, 128, 200, 256, 320, 400))]
         prompt = shared + self.tokens(self.rng.choice((1, 5, 16, 40)))
-        self.add(self._free_id(), prompt, self.rng.choice((1, 2, 10, 20, 40)))
+        stops = self.tokens(25) if self.rng.random() < 0.3 else ()
+        self.add(self._free_id(), prompt, self.rng.choice((1, 2, 10, 20, 40)), stops)
 
-    def add(self, req_id: str, prompt: list[int], output_tokens: int) -> None:
-        """One request joins; it ends after ``output_tokens`` tokens."""
-        request = make_request(req_id, prompt, output_tokens)
+    def add(self, req_id: str, prompt: list[int], output_tokens: int, stop_tokens: Sequence[int] = ()) -> None:
+        """One request joins; it ends after ``output_tokens`` tokens or with the first stop token."""
+        request = make_request(req_id, prompt, output_tokens, stop_tokens)
         self.added += 1
         self.used_ids.add(req_id)
         living = Living(request, prompt, request.max_tokens, Prefix(prompt))
@@ -201,9 +206,10 @@ class Walk:
         said = list(living.request.output_token_ids)
         right = answer(living.prompt, len(said))
         assert said == right, f"{req_id} answered {said}, without a cache it answers {right}"
-        if living.request.status is not RequestStatus.FINISHED_ABORTED:
-            assert len(said) == living.output_tokens
-        self.ended[living.request.status.name] += 1
+        status = living.request.status
+        assert status is not RequestStatus.FINISHED_LENGTH_CAPPED or len(said) == living.output_tokens
+        self.seen.add(f"ended_{status.name.lower()}")
+        self.ended += 1
 
     def _learn(self, living: Living) -> None:
         text = living.text
@@ -238,7 +244,7 @@ class Walk:
 
     def _check_nothing_is_left(self) -> None:
         pool = self.scheduler.kv_cache_manager.block_pool
-        assert sum(self.ended.values()) == self.added
+        assert self.ended == self.added
         assert not self.living
         assert not self.scheduler.requests
         assert self.manager.ended == self.manager.lives, "some life has had no on_request_finished"

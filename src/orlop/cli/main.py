@@ -60,6 +60,9 @@ def run(
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens per device block.")] = 16,
     step_tokens: Annotated[int, typer.Option(min=1, help="The most tokens one step computes.")] = 512,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in the engine at a time.")] = 4,
+    overlay: Annotated[
+        int, typer.Option(min=1, help="Sessions of a trace that are mixed, a request of each in turn; 1: file order.")
+    ] = 8,
     async_scheduling: Annotated[bool, typer.Option(help="Schedule a step before the last one has reported.")] = False,
     no_compare: Annotated[bool, typer.Option("--no-compare", help="Skip the run without offload.")] = False,
     reference: Annotated[
@@ -81,6 +84,7 @@ def run(
         block_tokens=block_tokens,
         step_tokens=step_tokens,
         concurrency=concurrency,
+        overlay=overlay,
         async_scheduling=async_scheduling,
         compare=not no_compare,
         reference=reference,

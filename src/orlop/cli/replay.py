@@ -9,9 +9,12 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from orlop.cli.traces import TraceRequest
-from orlop.engine.llm import LLM, Result
+
+if TYPE_CHECKING:  # the engine brings torch, and whoever hands one in has it
+    from orlop.engine.llm import LLM, Result
 
 
 @dataclass(frozen=True, slots=True)

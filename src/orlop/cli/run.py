@@ -52,6 +52,7 @@ class RunOptions:
     block_tokens: int = 16
     step_tokens: int = 512
     concurrency: int = 4
+    overlay: int = 8
     async_scheduling: bool = False
     compare: bool = True
     reference: Path | None = None
@@ -68,6 +69,7 @@ def run_trace(options: RunOptions) -> int:
         tokens_per_block=options.tokens_per_trace_block,
         max_output=options.max_output,
         vocab_size=ModelConfig().vocab_size,
+        overlay=options.overlay,
     )
     engine = _engine_config(options, requests)
     with ExitStack() as stack:

@@ -12,6 +12,9 @@ Two formats are told apart line by line, by how many ids a line of its length mu
 A trace says which blocks are equal, not what is in them. Each id becomes ``tokens_per_block`` tokens drawn from
 a hash of the id, the same in every process. Fewer tokens than the trace's blocks had scale the work down and
 keep its shape.
+
+Agent traces were recorded one session at a time, so that a device cache of any size serves the next call. An engine
+that many agents use sees their calls mixed: sessions are overlaid, one call of each in turn.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ import hashlib
 import itertools
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +65,7 @@ class TraceLine:
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
+    session: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +78,15 @@ class TraceRequest:
 
 
 def read_requests(
-    path: Path, *, limit: int | None, tokens_per_block: int | None, max_output: int, vocab_size: int
+    path: Path,
+    *,
+    limit: int | None,
+    tokens_per_block: int | None,
+    max_output: int,
+    vocab_size: int,
+    overlay: int = 1,
 ) -> list[TraceRequest]:
-    """The first ``limit`` requests of a trace, in file order (None: all).
+    """The first ``limit`` requests of a trace (None: all), in file order but for ``overlay`` sessions in turn.
 
     ``tokens_per_block``: tokens that each id becomes (None: as the format says). ``max_output``: the most tokens
     to generate per request. Raises ``TraceError`` for a broken line and for a file without any request.
@@ -86,11 +97,33 @@ def read_requests(
             prompt=prompt_of(line, tokens_per_block or line.format.scaled_tokens, vocab_size),
             max_tokens=max(1, min(line.output_length, max_output)),
         )
-        for line in itertools.islice(read_lines(path), limit)
+        for line in overlaid(list(itertools.islice(read_lines(path), limit)), overlay)
     ]
     if not requests:
         raise TraceError(f"{path}: found no request, expected one JSON object per line")
     return requests
+
+
+def overlaid(lines: Sequence[TraceLine], sessions: int) -> list[TraceLine]:
+    """``lines`` with one line of each of ``sessions`` sessions in turn; a session that ends makes room for the next.
+
+    Lines without a session are a session each, so a trace without any stays in file order, as it does with 1.
+    """
+    waiting: dict[object, deque[TraceLine]] = {}
+    for line in lines:
+        key = ("line", line.number) if line.session is None else line.session
+        waiting.setdefault(key, deque()).append(line)
+    queues = deque(waiting.values())
+    running = deque(queues.popleft() for _ in range(min(sessions, len(queues))))
+    mixed: list[TraceLine] = []
+    while running:
+        queue = running.popleft()
+        mixed.append(queue.popleft())
+        if not queue and queues:
+            queue = queues.popleft()
+        if queue:
+            running.append(queue)
+    return mixed
 
 
 def read_lines(path: Path) -> Iterator[TraceLine]:
@@ -151,6 +184,7 @@ def _parsed(line: bytes, where: str, number: int) -> TraceLine:
         input_length=input_length,
         output_length=_count(record, "output_length", where),
         hash_ids=tuple(hash_ids),
+        session=_count(record, "session", where) if "session" in record else None,
     )
 
 

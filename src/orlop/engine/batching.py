@@ -16,13 +16,15 @@ The rules, in the order in which they are applied:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from orlop.core import Blocks, OffloadingConnectorMetadata, Request, WorkerOutput
 from orlop.engine.blocks import BlockPool
 from orlop.engine.sequence import Sequence, Status
+from orlop.errors import InvariantError
 
 
 class SchedulerHalf(Protocol):
@@ -425,7 +427,18 @@ class Scheduler:
             self.pool.register(seq.block_ids[index], seq.block_hashes[index])
         seq.num_registered_blocks = max(seq.num_registered_blocks, full)
 
-    def check(self) -> None:
-        """Recount blocks from all sequences; ``InvariantError`` where the books differ. For tests."""
+    def check(self, unreported: Iterable[ScheduledStep] = ()) -> None:
+        """Recount blocks and tokens in flight; ``InvariantError`` where the books differ. For tests.
+
+        ``unreported``: steps that were scheduled and whose ``update`` is still to come.
+        """
         holders = [*self.running, *self.waiting, *self.ended_while_loading.values()]
         self.pool.check(seq.block_ids for seq in holders)
+        in_flight: Counter[tuple[str, int]] = Counter()
+        for work in (work for step in unreported for work in step.work):
+            in_flight[work.sequence.request_id, work.num_preemptions] += len(work.token_ids)
+        for seq in self.running + self.waiting:
+            counted = in_flight[seq.request_id, seq.num_preemptions]
+            if seq.num_in_flight_tokens != counted:
+                found = f"found {seq.num_in_flight_tokens} tokens in flight, counted {counted}"
+                raise InvariantError(f"request {seq.request_id}: {found}")

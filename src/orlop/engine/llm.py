@@ -226,6 +226,10 @@ class LLM:
         if self.connector is not None:
             self.connector.shutdown()
 
+    def check(self) -> None:
+        """Recount the books of the scheduler and its blocks; ``InvariantError`` where they differ. For tests."""
+        self.scheduler.check(step for step, _ in self._unreported)
+
     # --- help ---------------------------------------------------------------------------------------------
 
     def logits_after(self, tokens: list[int]) -> Tensor:

@@ -124,7 +124,6 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.num_loading_tokens = 0
-        self.num_registered_blocks = 0
         return block_ids
 
     def _hash_full_blocks(self) -> None:

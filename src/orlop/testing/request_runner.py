@@ -42,7 +42,7 @@ class SchedulerHalf(Protocol):
     def update_connector_output(self, output: WorkerOutput, *, now: float) -> None: ...
     def request_finished(self, request: Any, *, now: float) -> tuple[bool, Any]: ...
     def has_pending_push_work(self) -> bool: ...
-    def reset_cache(self, generation: bytes, *, now: float) -> None: ...
+    def reset_cache(self, generation: bytes, *, now: float, device_cleared: bool = True) -> None: ...
     def take_events(self) -> Iterable[CacheEvent]: ...
     def get_stats(self) -> Mapping[str, float]: ...
     def check(self) -> None: ...
@@ -56,6 +56,9 @@ class Status(StrEnum):
     FINISHED = "finished"
     ABORTED = "aborted"
 
+
+NEVER = 10**9
+"""As a count of cached blocks: what such a request has computed is not to be shared."""
 
 ENDED = (Status.FINISHED, Status.ABORTED)
 
@@ -332,14 +335,18 @@ class RequestRunner:
         assert request.status is Status.RUNNING, f"{req_id} is {request.status}, expected running"
         self._preempt(request)
 
-    def reset(self, generation: bytes | None = None, *, new_weights: bool = True) -> None:
-        """The prefix cache and the connector forget everything."""
+    def reset(self, generation: bytes | None = None, *, new_weights: bool = True, device_cleared: bool = True) -> None:
+        """The connector forgets everything, and the prefix cache too, unless the engine cannot clear it."""
         self._resets += 1
         self.device.weights += new_weights
+        generation = generation or self._resets.to_bytes(16, "little")
+        if not device_cleared:
+            self.scheduler.reset_cache(generation, now=self.clock.now, device_cleared=False)
+            return
         self.pool.reset()
         for request in self.requests.values():
-            request.num_cached = [10**9 if request.num_computed_tokens else 0] * request.groups
-        self.scheduler.reset_cache(generation or self._resets.to_bytes(16, "little"), now=self.clock.now)
+            request.num_cached = [NEVER if request.num_computed_tokens else 0] * request.groups
+        self.scheduler.reset_cache(generation, now=self.clock.now)
 
     # --- running -----------------------------------------------------------------------------------------
 

@@ -1,0 +1,363 @@
+"""Breaks on purpose: for each promise one way to break it, and the test that must go red.
+
+In: nothing. Out: ``BREAKS``, pure data. Never: a break that a test is expected to survive.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SCHEDULER = "orlop/scheduler/scheduler.py"
+STORES = "orlop/scheduler/stores.py"
+PREFIX = "orlop/scheduler/prefix.py"
+REQUEST = "orlop/scheduler/request.py"
+MANAGER = "orlop/tiering/manager.py"
+
+CONTRACT = "tests/scheduler/test_contract.py::"
+STORE_TESTS = "tests/scheduler/test_stores.py::"
+LOAD_TESTS = "tests/scheduler/test_loads.py::"
+COST_TESTS = "tests/scheduler/test_cost.py::"
+LOOKUP_SCENARIOS = "tests/scenarios/test_tier_lookups.py::"
+CAPACITY_SCENARIOS = "tests/scenarios/test_capacity.py::"
+
+
+class Break(NamedTuple):
+    """In ``file``, the text ``old`` (there exactly once) becomes ``new``; ``test`` must fail then."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+BREAKS = (
+    Break(
+        "the callback does not wait for jobs in flight",
+        SCHEDULER,
+        "if state.finished and not state.transfer_jobs and state.context.life not in self._owed:",
+        "if state.finished and state.context.life not in self._owed:",
+        CONTRACT + "test_no_offload_call_after_on_request_finished",
+    ),
+    Break(
+        "a shutdown forgets the lives that are there",
+        SCHEDULER,
+        "for state in list(self._req_status.values()):",
+        "for state in ():",
+        CONTRACT + "test_shutdown_ends_every_life_once",
+    ),
+    Break(
+        "a reset forgets the lives that are draining",
+        SCHEDULER,
+        "for state in [s for s in self._req_status.values() if s.finished]:",
+        "for state in ():",
+        CONTRACT + "test_reset_cache_finalizes_finished_request_with_pending_store",
+    ),
+    Break(
+        "a reset leaves loads in flight alone",
+        SCHEDULER,
+        "self._current_batch_loads_to_fail.append(job.job_id)",
+        "pass",
+        CONTRACT + "test_a_reset_serves_nothing_from_before_and_strands_nobody",
+    ),
+    Break(
+        "a reset leaves running requests to store what they hold",
+        SCHEDULER,
+        "state.tainted = state.tainted or self._holds_computed(state)",
+        "pass",
+        CONTRACT + "test_a_reset_serves_nothing_from_before_and_strands_nobody",
+    ),
+    Break(
+        "jobs in flight do not count as pending work",
+        SCHEDULER,
+        "return bool(self._jobs or self._owed or",
+        "return bool(self._owed or",
+        CONTRACT + "test_flush_all_jobs_when_no_requests_remain",
+    ),
+    Break(
+        "everything is flushed when nothing runs",
+        SCHEDULER,
+        "flush.update(self._fences.claim(self._current_batch_allocated_block_ids))",
+        "flush.update(self._jobs)",
+        CONTRACT + "test_flush_all_jobs_when_no_requests_remain",
+    ),
+    Break(
+        "one prefix is loaded by everybody",
+        SCHEDULER,
+        "if self.options.prefix_caching and state.waited_for_load is None:",
+        "if False:",
+        CONTRACT + "test_concurrent_lookups_of_the_same_prefix",
+    ),
+    Break(
+        "sharers wait for one load after another",
+        SCHEDULER,
+        "if self.options.prefix_caching and state.waited_for_load is None:",
+        "if self.options.prefix_caching:",
+        CONTRACT + "test_concurrent_lookups_of_the_same_prefix",
+    ),
+    Break(
+        "an aborted load's pins are kept",
+        SCHEDULER,
+        "            self.manager.complete_load(reservation, now=now)\n",
+        "            if job.life is None or not job.life.finished:\n"
+        "                self.manager.complete_load(reservation, now=now)\n",
+        CONTRACT + "test_abort_loading_requests",
+    ),
+    Break(
+        "blocks handed out to a load are not noticed",
+        SCHEDULER,
+        "        self._take_blocks(state, block_ids, state.asked_computed)\n",
+        "        for group, ids in zip(state.groups, block_ids, strict=True):\n"
+        "            group.block_ids = list(ids)\n",
+        CONTRACT + "test_fence_at_update_state_after_alloc",
+    ),
+    Break(
+        "prefix hits are taken for blocks handed out",
+        SCHEDULER,
+        "handed_out.update(ids[computed // spec.tokens_per_block :])",
+        "handed_out.update(ids)",
+        CONTRACT + "test_prefix_hits_are_no_reason_for_a_fence",
+    ),
+    Break(
+        "no fence is raised when a request ends",
+        SCHEDULER,
+        "            if job.kind is TransferKind.STORE:\n                self._fences.raise_for(job, job.block_ids)\n"
+        "        if self._planner",
+        "            pass\n        if self._planner",
+        CONTRACT + "test_request_finished_with_pending_stores_populates_fence",
+    ),
+    Break(
+        "the last chunk is forgotten",
+        SCHEDULER,
+        "        if self._planner.is_behind(state):\n"
+        "            self._owed[state.context.life] = state\n"
+        "        self._end",
+        "        self._end",
+        CONTRACT + "test_last_chunk_block_reallocated_in_the_next_step",
+    ),
+    Break(
+        "the last chunk is read after the step",
+        SCHEDULER,
+        "after_compute=not state.finished",
+        "after_compute=True",
+        CONTRACT + "test_last_chunk_block_reallocated_in_the_next_step",
+    ),
+    Break(
+        "the last sampled token counts as computed",
+        SCHEDULER,
+        "tokens = min(request.num_computed_tokens - in_flight, request.num_tokens - 1)",
+        "tokens = request.num_tokens",
+        CONTRACT + "test_the_last_sampled_tokens_chunk_is_never_stored",
+    ),
+    Break(
+        "tokens in flight count as computed for an abort",
+        SCHEDULER,
+        'in_flight = getattr(request, "num_in_flight_tokens", 0)',
+        "in_flight = -1",
+        CONTRACT + "test_an_abort_stores_nothing_that_is_still_in_flight",
+    ),
+    Break(
+        "a live request's store may be read before the step",
+        SCHEDULER,
+        "after_compute=not state.finished",
+        "after_compute=state.tokens_before_step == 0",
+        STORE_TESTS + "test_a_block_shared_in_the_step_that_computes_it_is_stored_after_that_step",
+    ),
+    Break(
+        "window stores are flushed in the step that makes them",
+        SCHEDULER,
+        "        self._flush_claimed()\n        store_jobs += self._plan_live(touched, now)\n",
+        "        store_jobs += self._plan_live(touched, now)\n        self._flush_claimed()\n",
+        CONTRACT + "test_request_finished_with_pending_stores_populates_fence",
+    ),
+    Break(
+        "window stores have no fence before the request ends",
+        SCHEDULER,
+        "if state.finished or self.geometry.groups[transfer.group].sliding_window is not None:",
+        "if state.finished:",
+        STORE_TESTS + "test_a_window_block_is_read_before_its_position_is_recycled",
+    ),
+    Break(
+        "chunks behind the window are stored",
+        STORES,
+        "            if spec.sliding_window is not None and group.cursor < storable:\n",
+        "            if False:\n",
+        STORE_TESTS + "test_recycled_positions_and_null_blocks_are_never_stored",
+    ),
+    Break(
+        "a preempted request's stores are not flushed",
+        SCHEDULER,
+        "j for j in state.transfer_jobs if self._jobs[j].kind is TransferKind.STORE\n",
+        "j for j in ()\n",
+        STORE_TESTS + "test_a_preempted_requests_stores_are_read_before_its_blocks_are_written",
+    ),
+    Break(
+        "the cursor stays where it was after a preemption",
+        REQUEST,
+        "            group.block_ids = []\n            group.cursor = 0\n",
+        "            group.cursor = len(group.hashes)\n            group.block_ids = []\n",
+        STORE_TESTS + "test_the_store_cursor_goes_back_with_the_block_list",
+    ),
+    Break(
+        "declined chunks are taken for stored",
+        STORES,
+        "group.cursor = plan.settled",
+        "group.cursor = stop",
+        STORE_TESTS + "test_declined_chunks_are_offered_again_and_leave_no_hole",
+    ),
+    Break(
+        "settled chunks are offered again with every block",
+        STORES,
+        "group.cursor = plan.settled",
+        "group.cursor = 0",
+        COST_TESTS + "test_a_decoding_request_is_touched_once_per_block_and_its_old_keys_never",
+    ),
+    Break(
+        "declined chunks are offered in every step",
+        SCHEDULER,
+        "            if (budget <= 0 and self._planner.is_behind(state)) or self._planner.lacks_keys(state):\n",
+        "            if self._planner.is_behind(state) or self._planner.lacks_keys(state):\n",
+        COST_TESTS + "test_declined_chunks_cost_one_offer_per_block_while_there_is_no_room",
+    ),
+    Break(
+        "the first rank's report is everybody's",
+        SCHEDULER,
+        "            job.waiting.discard(report.rank)\n",
+        "            job.waiting.clear()\n",
+        STORE_TESTS + "test_a_store_that_fails_on_any_rank_publishes_nothing",
+    ),
+    Break(
+        "a repeated report stands for another rank",
+        SCHEDULER,
+        "            if job is None or report.rank not in job.waiting:\n",
+        "            if job is not None and report.rank not in job.waiting:\n                job.waiting.clear()\n"
+        "            if job is None:\n",
+        STORE_TESTS + "test_nothing_is_published_before_the_last_rank_has_reported",
+    ),
+    Break(
+        "lost reports are waited for",
+        SCHEDULER,
+        "                if job.deadline > now:\n",
+        "                if True:\n",
+        STORE_TESTS + "test_a_lost_report_is_settled_at_its_deadline_and_its_slots_stay_retired",
+    ),
+    Break(
+        "slots of a lost report are used again",
+        SCHEDULER,
+        "self._settle(job, ok=False, released=False, now=now)\n            self._store",
+        "self._settle(job, ok=False, released=True, now=now)\n            self._store",
+        STORE_TESTS + "test_a_lost_report_is_settled_at_its_deadline_and_its_slots_stay_retired",
+    ),
+    Break(
+        "a failed load is tried again",
+        SCHEDULER,
+        "job.life.load_failed = True",
+        "pass",
+        LOAD_TESTS + "test_a_failed_load_is_computed_and_not_tried_again",
+    ),
+    Break(
+        "a short load is taken for a whole one",
+        SCHEDULER,
+        "tuple(transfers), doomed=short)",
+        "tuple(transfers), doomed=False)",
+        LOAD_TESTS + "test_a_hit_that_is_gone_at_the_allocation_costs_a_recompute",
+    ),
+    Break(
+        "the last token is loaded",
+        SCHEDULER,
+        "limit = request.num_tokens - 1\n",
+        "limit = request.num_tokens\n",
+        LOAD_TESTS + "test_the_last_token_is_always_computed",
+    ),
+    Break(
+        "every ask looks everything up again",
+        SCHEDULER,
+        "if state.asked_computed != num_computed_tokens or state.answer is None or self._is_stale(state, now):",
+        "if True:",
+        LOAD_TESTS + "test_a_request_is_deferred_while_its_prefix_may_still_come",
+    ),
+    Break(
+        "a pending chunk behind a miss is waited for",
+        PREFIX,
+        "tokens = missing * self._chunk_tokens",
+        "if hopeful:\n                return tokens\n            tokens = missing * self._chunk_tokens",
+        LOAD_TESTS + "test_window_hits_equal_those_of_a_brute_force_model",
+    ),
+    Break(
+        "cascades do not hold their slots",
+        MANAGER,
+        "            self.host.hold(job.slots)\n            self._track(job, index, now + entry.cascade_s)\n",
+        "            self._track(job, index, now + entry.cascade_s)\n",
+        CAPACITY_SCENARIOS + "test_a_staging_tier_whose_slots_are_all_held_lets_requests_compute",
+    ),
+    Break(
+        "a hung read's slots are given out again",
+        MANAGER,
+        "self._settle(job, np.zeros(len(job.order.keys), dtype=np.bool_), released=False)",
+        "self._settle(job, np.zeros(len(job.order.keys), dtype=np.bool_), released=True)",
+        LOOKUP_SCENARIOS + "test_a_timed_out_read_keeps_its_slots_until_it_has_let_go",
+    ),
+    Break(
+        "a reset keeps the old namespace",
+        MANAGER,
+        "            self._namespace = self._namespace_of(generation)\n",
+        "            pass\n",
+        CAPACITY_SCENARIOS + "test_after_a_reset_no_tier_serves_bytes_of_old_weights",
+    ),
+    Break(
+        "tiers are asked in every step",
+        MANAGER,
+        "        if ask is not None and (ask.covers(first) or not ask.answered):\n",
+        "        if False:\n",
+        LOOKUP_SCENARIOS + "test_a_tier_is_asked_once_per_request_also_where_it_has_a_part",
+    ),
+    Break(
+        "an unanswered lookup is waited for",
+        MANAGER,
+        "            if now < since + self._lookup_wait_s:\n",
+        "            if True:\n",
+        LOOKUP_SCENARIOS + "test_a_tier_that_does_not_answer_holds_nobody_beyond_the_limit",
+    ),
+    Break(
+        "what a tier failed to bring is asked for again",
+        MANAGER,
+        "                life.give_up(job.order.group, bad)\n",
+        "                pass\n",
+        LOOKUP_SCENARIOS + "test_a_chunk_that_cannot_be_read_is_a_miss_at_once",
+    ),
+    Break(
+        "leases outlive their request",
+        MANAGER,
+        '            self.counters["surprises"] += 1\n            return\n        self._drop_wants(life)\n',
+        '            self.counters["surprises"] += 1\n            return\n',
+        LOOKUP_SCENARIOS + "test_an_abort_during_the_promotion_gives_the_leases_back",
+    ),
+    Break(
+        "promoted chunks are not leased",
+        MANAGER,
+        "            self.host.lease(fresh)\n            life.leased = np.concatenate([life.leased, fresh])\n",
+        "            pass\n",
+        CAPACITY_SCENARIOS + "test_promoted_chunks_stay_until_they_are_loaded",
+    ),
+    Break(
+        "loads take what they can get and wait for the rest",
+        MANAGER,
+        "        if self._lease_budget + need > cap:\n            return False\n",
+        "",
+        CAPACITY_SCENARIOS + "test_promotions_for_a_queue_neither_thrash_nor_starve_stores",
+    ),
+    Break(
+        "a slot being loaded from is not held",
+        MANAGER,
+        "        self.host.hold(slots)\n        self.host.touch(run.part(run.start, stop))\n",
+        "        self.host.touch(run.part(run.start, stop))\n",
+        CAPACITY_SCENARIOS + "test_a_shared_chunk_stays_while_the_second_of_two_loads_reads_it",
+    ),
+    Break(
+        "chunks that another request is writing are taken for stored",
+        MANAGER,
+        "settled = run.start + int(writing[0]) if len(writing) else run.stop",
+        "settled = run.stop",
+        CAPACITY_SCENARIOS + "test_chunks_in_flight_for_another_request_reach_the_tier_below",
+    ),
+)
