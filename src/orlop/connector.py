@@ -134,8 +134,7 @@ class OffloadingConnector:
         if self._worker_half is not None:
             self._worker_half.rebind(kv_caches)
             return
-        if not self.spec.groups:
-            raise ConfigError("found no KV group whose blocks could be offloaded, expected one or more in the engine")
+        self._require_fitting_groups()
         pages = page_bytes(kv_caches, self.spec.groups)
         name = socket_name(self.spec.instance, self.spec.replica)
         if self.spec.rank == 0:
@@ -188,6 +187,13 @@ class OffloadingConnector:
         if self._worker_half is None:
             raise ConfigError("found a call of the worker half, expected register_kv_caches() before it")
         return self._worker_half
+
+    def _require_fitting_groups(self) -> None:
+        """Before anything is made: groups that no chunk size can serve."""
+        try:
+            Geometry(self.spec.groups, self.spec.tokens_per_hash, 1, self.spec.null_block_id)
+        except ValueError as error:
+            raise ConfigError(f"this engine cannot be offloaded: {error}") from error
 
     def _decide_layout(self, pages: tuple[tuple[int, ...], ...]) -> RegionLayout:
         """Chunk size and number of slots, from the settings and the page sizes of all ranks."""

@@ -159,12 +159,17 @@ def test_a_host_tier_larger_than_memory_is_refused_with_the_numbers_and_the_next
         assert engine.serve(PROMPT).was_external == 40
 
 
+@pytest.mark.fault("B217")
 @pytest.mark.fault("B231")
 @pytest.mark.usefixtures("nothing_left")
-def test_without_a_group_to_offload_the_start_says_so() -> None:
-    worker = OffloadingConnector.worker({}, EngineSpec(f"no-group-{os.getpid()}", (), 4, {"m": 1}, 1))
-    with pytest.raises(ConfigError, match="found no KV group"):
-        worker.register_kv_caches({})
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [((), "found no KV group"), ((KVGroup(0, 6, layers=("a", "b")),), "found 6 tokens per block, expected a multiple")],
+)
+def test_groups_that_cannot_be_offloaded_refuse_the_start(groups: tuple[KVGroup, ...], said: str) -> None:
+    worker = OffloadingConnector.worker({}, EngineSpec(f"no-group-{os.getpid()}", groups, 4, {"m": 1}, 1))
+    with pytest.raises(ConfigError, match=said):
+        worker.register_kv_caches(kv_caches())
     worker.shutdown()
 
 
@@ -278,6 +283,26 @@ def test_a_disk_that_fills_in_the_middle_and_gets_space_again(tmp_path: Path, re
         assert engine.stats()["written_ok 0:files"] == written + 5
     with Engine(tmp_path, "full-2", FULL, 1, tier) as engine:
         assert engine.serve(PROMPT).was_external == 40
+
+
+def test_a_disk_that_becomes_read_only_in_the_middle_is_read_and_comes_back(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    mounted(request, tmp_path, "size=8m")
+    with Engine(tmp_path, "remount", FULL, 1) as engine:
+        engine.serve(PROMPT)
+        for seed in range(8):
+            engine.serve(numbers(seed, 61))
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
+        assert engine.serve(PROMPT).was_external == 40
+        assert engine.stats()["tokens_loaded 0:files"] == 40
+        traffic(engine, random.Random(3), 30)
+        assert engine.stats()["written_denied 0:files"] > 0
+        subprocess.run(["mount", "-o", "remount,rw", str(tmp_path)], check=True)
+        engine.wait_in_service()
+        written = engine.stats()["written_ok 0:files"]
+        engine.serve(numbers(77, 41))
+        assert engine.stats()["written_ok 0:files"] == written + 5
 
 
 def fill_up(path: Path) -> None:
