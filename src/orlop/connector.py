@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from orlop.config import OrlopConfig, TierConfig, default_host_bytes, memory_limit_bytes
@@ -134,6 +134,7 @@ class OffloadingConnector:
         if self._worker_half is not None:
             self._worker_half.rebind(kv_caches)
             return
+        self._require_fitting_groups()
         pages = page_bytes(kv_caches, self.spec.groups)
         name = socket_name(self.spec.instance, self.spec.replica)
         if self.spec.rank == 0:
@@ -187,6 +188,13 @@ class OffloadingConnector:
             raise ConfigError("found a call of the worker half, expected register_kv_caches() before it")
         return self._worker_half
 
+    def _require_fitting_groups(self) -> None:
+        """Before anything is made: groups that no chunk size can serve."""
+        try:
+            Geometry(self.spec.groups, self.spec.tokens_per_hash, 1, self.spec.null_block_id)
+        except ValueError as error:
+            raise ConfigError(f"this engine cannot be offloaded: {error}") from error
+
     def _decide_layout(self, pages: tuple[tuple[int, ...], ...]) -> RegionLayout:
         """Chunk size and number of slots, from the settings and the page sizes of all ranks."""
         block_bytes = max(sum(rank[g.index] for rank in pages) for g in self.spec.groups)
@@ -219,21 +227,24 @@ class OffloadingConnector:
         return max(found)[1] if found else None
 
     def _join_scheduler(self) -> None:
-        spec, config = self.spec, self.config
+        spec = self.spec
         region = HostRegion.connect(socket_name(spec.instance, spec.replica), timeout_s=JOIN_TIMEOUT_S)
         self._region = region
-        layout = region.layout
-        fingerprint = Fingerprint.of(spec, layout)
-        geometry = Geometry(spec.groups, spec.tokens_per_hash, layout.blocks_per_chunk, spec.null_block_id)
         entries: list[TierEntry] = []
         try:
+            fingerprint = Fingerprint.of(spec, region.layout)
             for index, tier in enumerate(self._persistent_tiers()):
                 entries.append(self._open_tier(index, tier, region, fingerprint))
+            self._build_scheduler(region, fingerprint, entries)
         except BaseException:
             for entry in entries:
                 entry.tier.shutdown(0.0)
             region.close()
             raise
+
+    def _build_scheduler(self, region: HostRegion, fingerprint: Fingerprint, entries: Sequence[TierEntry]) -> None:
+        spec, config, layout = self.spec, self.config, region.layout
+        geometry = Geometry(spec.groups, spec.tokens_per_hash, layout.blocks_per_chunk, spec.null_block_id)
         host = HostTier(layout.slots, load_policy(config.host.policy, layout.slots), usable=region.usable_slots)
         payloads = tuple(layout.payload_bytes(g.index) for g in spec.groups)
         options = TieringOptions(

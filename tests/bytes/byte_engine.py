@@ -8,15 +8,19 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from orlop.config import OrlopConfig
 from orlop.connector import OffloadingConnector
 from orlop.core import EngineSpec, Geometry, KVGroup, Reservation
+from orlop.errors import OrlopError
 from orlop.testing.byte_device import ByteDevice
-from orlop.testing.request_runner import RequestRunner
+from orlop.testing.request_runner import EngineRequest, RequestRunner
 from orlop.tiering.breaker import BreakerState
 
 FULL = (KVGroup(0, 4, layers=("a", "b")),)
@@ -36,7 +40,13 @@ class RealClock:
 
 
 class Engine:
-    """One engine over both connector halves and a tier: files in ``path``, or what ``tier`` says."""
+    """One engine over both connector halves and a tier: files in ``path``, or what ``tier`` says.
+
+    ``settings`` go over what a test gets by default, ``tiers`` False: the files tier is not among that. ``spec`` goes
+    over what the engine says of itself, ``device`` makes the device, ``runner`` is for the RequestRunner. A start that
+    is refused leaves no worker behind; ``refused`` is what ranks other than the lowest were told. Leaving the ``with``
+    block shuts both halves down.
+    """
 
     def __init__(
         self,
@@ -46,6 +56,10 @@ class Engine:
         ranks: int,
         tier: dict[str, Any] | None = None,
         io_process: bool = True,
+        tiers: bool = True,
+        settings: Mapping[str, Any] | None = None,
+        spec: Mapping[str, Any] | None = None,
+        device: type[ByteDevice] = ByteDevice,
         **runner: Any,
     ) -> None:
         files = {"type": "files", "path": str(path), "bytes": "2MiB", "deadline": {"lookup": "2s"}}
@@ -54,33 +68,62 @@ class Engine:
                 "host": {"bytes": 24 * 4096 * ranks},
                 "blocks_per_chunk": 2,
                 "io_process": io_process,
-                "tiers": [tier or files],
+                **({"tiers": [tier or files]} if tiers else {}),
+                **(settings or {}),
             },
             environ={},
         )
-        spec = {"instance": f"{name}-{os.getpid()}", "groups": groups, "tokens_per_hash": 4, "ranks": ranks}
-        specs = [EngineSpec(**spec, identity={"model": "cells"}, device_cache_bytes=1, rank=r) for r in range(ranks)]
-        self.device = ByteDevice(Geometry(groups, 4, 2), ranks=ranks, blocks=40)
+        says = {"instance": f"{name}-{os.getpid()}", "groups": groups, "tokens_per_hash": 4, "ranks": ranks}
+        says |= {"identity": {"model": "cells"}, "device_cache_bytes": 1, **(spec or {})}
+        specs = [EngineSpec(**says, rank=r) for r in range(ranks)]
+        size: dict[str, Any] = {"blocks": 40, "token_budget": 32, **runner}
+        self.device = device(Geometry(groups, 4, 2), ranks=ranks, blocks=size["blocks"])
+        self.refused: list[OrlopError] = []
         self.workers = [OffloadingConnector.worker(config, s) for s in specs]
-        for worker, caches in zip(reversed(self.workers), reversed(self.device.kv_caches), strict=True):
-            self._register(worker, caches)
-        self.connector = OffloadingConnector.scheduler(config, specs[0])
+        try:
+            self._register_all()
+            self.connector = OffloadingConnector.scheduler(config, specs[0])
+        except BaseException:
+            for worker in self.workers:
+                worker.shutdown()
+            raise
         assert self.connector._region is not None
+        half = self.connector._scheduler
+        self.device.geometry = half.geometry
         self.device.attach(self.workers, self.connector._region)
         self.manager = self.connector._manager
         self._check_stores()
-        half = self.connector._scheduler
         self.runner = RequestRunner(
             half,
             half.geometry,
-            blocks=40,
             ranks=ranks,
-            token_budget=32,
             clock=RealClock(),  # type: ignore[arg-type]
             device=self.device,  # type: ignore[arg-type]
             checks=(self.connector.check,),
-            **runner,
+            **size,
         )
+
+    def _register_all(self) -> None:
+        """All ranks at once, as in an engine: the lowest waits for the others. Raises what the lowest raised."""
+        others = [
+            threading.Thread(target=self._try_to_register, args=pair, daemon=True)
+            for pair in zip(self.workers[1:], self.device.kv_caches[1:], strict=True)
+        ]
+        for thread in others:
+            thread.start()
+        try:
+            self._register(self.workers[0], self.device.kv_caches[0])
+        finally:
+            for thread in others:
+                thread.join()
+        if self.refused:
+            raise self.refused[0]
+
+    def _try_to_register(self, worker: OffloadingConnector, caches: dict[str, Any]) -> None:
+        try:
+            self._register(worker, caches)
+        except OrlopError as error:
+            self.refused.append(error)
 
     def _register(self, worker: OffloadingConnector, caches: dict[str, Any]) -> None:
         worker.register_kv_caches(caches)
@@ -118,6 +161,38 @@ class Engine:
         for prompt in [*wanted, *wanted]:
             self.runner.add(prompt)
             self.runner.run(max_steps=1_000_000)
+
+    def serve(self, prompt: list[int], max_tokens: int = 1, **add: Any) -> EngineRequest:
+        """Run one request to its end, and all its transfers too; then the device has forgotten it."""
+        request = self.runner.add(prompt, max_tokens, **add)
+        self.run()
+        self.runner.pool.reset()
+        return request
+
+    def run(self) -> None:
+        """Step until all requests have ended and nothing is pending; nothing is left then."""
+        limit = time.monotonic() + 60
+        while not self.runner.idle:
+            assert time.monotonic() < limit, f"not done after a minute: {self.runner.describe()}"
+            self.runner.step()
+        self.runner.check_drained()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Step until the condition holds."""
+        limit = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < limit, f"not so after a minute: {self.runner.describe()}"
+            self.runner.step()
+
+    def stats(self) -> Mapping[str, float]:
+        """The connector's counters; 0 for one that has not counted yet."""
+        return defaultdict(float, self.connector.get_stats())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
 
     def shutdown(self) -> None:
         for worker in self.workers:

@@ -25,8 +25,8 @@ Results = dict[str, tuple[int, str]]
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Exit code and output of pytest for each break that is selected in this run."""
-    names = [i.callspec.params["broken"].name for i in request.session.items if hasattr(i, "callspec")
-             and "broken" in i.callspec.params]  # fmt: skip
+    params = (i.callspec.params.get("broken") for i in request.session.items if hasattr(i, "callspec"))
+    names = [broken.name for broken in params if isinstance(broken, Break)]
     command = [sys.executable, "-W", "ignore", str(RUNNER), str(tmp_path_factory.mktemp("breaks")), *names]
     env = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)

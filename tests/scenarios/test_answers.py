@@ -6,6 +6,8 @@ double compares every block that a step attends to). Never: a real model.
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from orlop.core import Lookup, TransferKind
@@ -57,6 +59,26 @@ def test_a_second_run_that_is_all_hits_answers_as_the_first(geometry: object, as
     assert runs[0] == runs[1]
     assert all(r.was_external >= 16 for r in requests)
     rig.device.crank_chance = 1.0
+    rig.finish()
+
+
+@GEOMETRIES
+@pytest.mark.fault("B139")
+@pytest.mark.fault("B141")
+@pytest.mark.fault("B146")
+def test_failed_loads_are_neither_used_nor_shared(geometry: object, async_scheduling: bool) -> None:
+    """Three of ten loads fail on one rank; the device's prefix cache must not share what they did not fill."""
+    dice = random.Random(7)
+    rig = make_rig(geometry, async_scheduling=async_scheduling, ranks=2, blocks=300)  # type: ignore[arg-type]
+    shared = list(range(24))
+    cold = [rig.store([*shared, i], 4).token_ids for i in range(8)]
+    rig.device.fail = lambda job, rank: job.kind is LOAD and rank == 1 and dice.random() < 0.3
+    for _ in range(5):
+        requests = [rig.runner.add([*shared, i], 4) for i in range(8)]
+        rig.runner.run()
+        rig.runner.pool.reset()
+        assert [r.token_ids for r in requests] == cold
+    assert rig.scheduler.get_stats()["load_jobs_failed"] > 0
     rig.finish()
 
 

@@ -6,7 +6,9 @@ that nobody gets too early (the slot memory of the device double refuses it). Ne
 
 from __future__ import annotations
 
+import gc
 import random
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -259,6 +261,54 @@ def test_many_prompts_through_a_small_device_and_a_big_host_tier(async_schedulin
         requests = [rig.runner.add([*p, 99], 3) for p in prompts]
         rig.runner.run(3000)
     assert [r.was_external + r.local_tokens for r in requests] == [16] * 60
+    rig.finish()
+
+
+@pytest.mark.fault("B097")
+def test_host_memory_smaller_than_the_device_hands_everything_on(async_scheduling: bool) -> None:
+    """16 slots beside 64 blocks, which hold most of what was stored all the time."""
+    rig = make_tiered_rig(slots=16, async_scheduling=async_scheduling, blocks=65, token_budget=32, max_num_seqs=2)
+    requests = [rig.runner.add(range(1000 * i, 1000 * i + 33), 3) for i in range(24)]
+    rig.runner.run()
+    below = {key[:-4] for _, key in rig.tiers[0].stored}
+    missing = [h for r in requests for h in r.block_hashes[:8] if h not in below]
+    assert not missing, f"{len(missing)} of {24 * 8} chunks never reached the tier below"
+    rig.finish()
+
+
+@pytest.mark.fault("B197")
+def test_bookkeeping_does_not_grow_with_the_rounds_of_conversations() -> None:
+    rig = make_tiered_rig(slots=40, blocks=100, token_budget=256)
+    ours = [tracemalloc.Filter(True, f"*/orlop/{part}/*") for part in ("scheduler", "host", "tiering")]
+    sessions = [list(range(1000 * i, 1000 * i + 8)) for i in range(6)]
+
+    def play() -> None:
+        for i, session in enumerate(sessions):
+            request = rig.runner.add([*session, 7], 3)
+            rig.runner.run()
+            sessions[i] = request.token_ids[-60:]
+
+    def held() -> int:
+        """Bytes that the library holds, once deadlines have passed and the doubles have forgotten what they saw."""
+        rig.clock.advance(100.0)
+        rig.runner.step()
+        for record in (rig.runner.requests, rig.manager.calls, rig.tiers[0].calls):
+            record.clear()  # type: ignore[attr-defined]
+        rig.device.stored_jobs.clear()
+        rig.device.loaded_jobs.clear()
+        gc.collect()
+        return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(ours).traces)
+
+    tracemalloc.start()
+    try:
+        for _ in range(4):
+            play()
+        before = held()
+        for _ in range(8):
+            play()
+        assert held() <= 1.2 * before + 4096
+    finally:
+        tracemalloc.stop()
     rig.finish()
 
 

@@ -67,7 +67,7 @@ def answer(prompt: Sequence[int], count: int) -> list[int]:
 class Dice:
     """How often things happen per step and transfer; all chances in 0 .. 1."""
 
-    run_transfer: float = 0.35
+    run_transfer: float = 0.2
     report: float = 0.7
     fail_store: float = 0.05
     fail_load: float = 0.08
@@ -176,12 +176,11 @@ class MockWorker:
         self._flush(meta.jobs_to_flush, {job.job_id for job in meta.store_jobs if job.after_compute})
         for job_id in meta.loads_to_fail:
             self._outdate(job_id)
+        self._run_some()
         sampled = self._forward(output)
         self._accept(job for job in meta.store_jobs if job.after_compute)
         self._accept(meta.load_jobs)
-        for transfer in self.transfers.values():
-            if not transfer.done and self.rng.random() < self.dice.run_transfer:
-                self._run(transfer)
+        self._run_some()
         ids = list(output.num_scheduled_tokens)
         return ModelRunnerOutput(
             req_ids=ids,
@@ -195,6 +194,12 @@ class MockWorker:
             self.transfers[job.job_id] = Transfer(job, self.epoch, set(range(self.ranks)))
             self.seen.add(f"{job.kind}s")
             self.seen.add("doomed", job.doomed)
+
+    def _run_some(self) -> None:
+        """Before and after the forward: whatever has been submitted may move."""
+        for transfer in self.transfers.values():
+            if not transfer.done and self.rng.random() < self.dice.run_transfer:
+                self._run(transfer)
 
     def _flush(self, job_ids: Iterable[int], coming: set[int]) -> None:
         for job_id in job_ids:

@@ -197,6 +197,8 @@ class Slots:
         """
         if self.candidates >= n:
             return True
+        if not self.candidates:
+            return False  # what is refused again and again while all is held must not look at every slot
         reasons: dict[int, int] = {}
         found = 0
         for leaf in np.flatnonzero(self.reasons == 0).tolist():

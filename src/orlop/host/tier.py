@@ -92,9 +92,18 @@ class HostTier:
 
     def ready_slots(self, run: KeyRun) -> Int64Array:
         """The slots of the leading READY chunks, int64; shorter than ``run`` where one is missing."""
-        n = self.ready_prefix(run)
-        table = self._ready[run.group]
-        return np.fromiter(map(table.__getitem__, run.hashes[run.start : run.start + n]), np.int64, n)
+        get = self._ready[run.group].get
+        slots: list[int | None] = []
+        start, size = run.start, FIRST_BATCH
+        while start < run.stop:
+            stop = min(start + size, run.stop)
+            found = list(map(get, run.hashes[start:stop]))
+            if None in found:
+                slots += found[: found.index(None)]
+                break
+            slots += found
+            start, size = stop, min(2 * size, LAST_BATCH)
+        return np.array(slots, np.int64)
 
     def slot_state(self, group: int, block_hash: bytes) -> SlotState | None:
         """RESERVED or READY; None where the key is not there."""
@@ -183,6 +192,11 @@ class HostTier:
         present = slots[slots >= 0]
         if present.size:
             self._policy.touch(present)
+
+    def touch_slots(self, slots: Int64Array) -> None:
+        """As ``touch``, for slots of READY chunks in the order of their run."""
+        if slots.size:
+            self._policy.touch(slots)
 
     # --- holds and leases -------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import hashlib
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -164,7 +164,7 @@ class OffloadingConnectorScheduler:
         touched = self._note_scheduled(scheduler_output)
         store_jobs = self._plan_owed(now)
         self._flush_claimed()
-        store_jobs += self._plan_live(touched, now)
+        store_jobs += self._plan_live(touched, scheduler_output.num_scheduled_tokens, now)
         self.manager.on_schedule_end(now=now)
         return self._take_message(store_jobs)
 
@@ -205,6 +205,7 @@ class OffloadingConnectorScheduler:
                 self._current_batch_loads_to_fail.append(job.job_id)
             else:
                 self._fences.raise_for(job, job.block_ids)
+        self._current_batch_load_jobs = [replace(job, doomed=True) for job in self._current_batch_load_jobs]
         for state in self._live.values():
             state.transfer_jobs.clear()
             state.forget_answer()
@@ -221,7 +222,8 @@ class OffloadingConnectorScheduler:
     def get_stats(self) -> Mapping[str, float]:
         """Counters of this half and of the manager; gauges of what is in flight."""
         stats: dict[str, float] = dict(self.manager.get_stats())
-        stats.update(self.counters)
+        for name, count in self.counters.items():
+            stats[name] = stats.get(name, 0) + count
         stats["jobs_in_flight"] = len(self._jobs)
         stats["jobs_overdue"] = len(self._overdue)
         stats["fenced_blocks"] = len(self._fences)
@@ -248,7 +250,7 @@ class OffloadingConnectorScheduler:
 
     def _begin_life(self, request: Request) -> RequestState:
         salt = getattr(request, "cache_salt", None)
-        digest = hashlib.blake2b(salt.encode(), digest_size=16).digest() if salt else NO_SALT
+        digest = hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=16).digest() if salt else NO_SALT
         context = ReqContext(self._next_life, request.request_id, digest)
         self._next_life += 1
         state = RequestState(request, context, self.geometry)
@@ -279,7 +281,9 @@ class OffloadingConnectorScheduler:
         tokens = min(request.num_computed_tokens - in_flight, request.num_tokens - 1)
         if state.load_base is not None:
             tokens = min(tokens, state.load_base)
-        state.tokens_before_step = state.tokens_filled = max(0, tokens)
+        state.tokens_filled = max(0, tokens)
+        # Windows have moved on with every step in flight, the last of which computes at least one token.
+        state.tokens_before_step = max(state.tokens_filled, request.num_computed_tokens - 1)
         state.learn_keys()
 
     @staticmethod
@@ -374,7 +378,7 @@ class OffloadingConnectorScheduler:
         short = False
         for spec, group in zip(self.geometry.groups, state.groups, strict=True):
             first, stop = needed_chunks(self.geometry, spec, on_device, tokens)
-            stop = min(stop, len(group.hashes))
+            stop = max(first, min(stop, len(group.hashes)))
             reservation = self.manager.prepare_load(group.run(first, stop), state.context, now=now)
             transfer, complete = self._load_transfer(state, group.index, reservation, first, on_device, tokens)
             reservations.append(reservation)
@@ -411,7 +415,7 @@ class OffloadingConnectorScheduler:
         if spec.sliding_window is not None:
             begin = max(begin, tokens - spec.sliding_window + 1)
         start = begin // spec.tokens_per_block
-        wanted = tokens // spec.tokens_per_block
+        wanted = -(-tokens // spec.tokens_per_block)
         stop = min(wanted, len(group.block_ids), (first + len(reservation.slots)) * n)
         positions = np.arange(start, max(start, stop), dtype=np.int64)
         block_ids = np.array(group.block_ids[start : max(start, stop)], dtype=np.int64)
@@ -430,7 +434,8 @@ class OffloadingConnectorScheduler:
         transfers: Collection[GroupTransfer],
         deadline: float,
     ) -> Job:
-        block_ids = np.concatenate([t.block_ids for t in transfers])
+        parts = [t.block_ids for t in transfers]
+        block_ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
         job = Job(self._next_job, kind, state, reservations, self.options.ranks, deadline, block_ids)
         self._next_job += 1
         self._jobs[job.job_id] = job
@@ -508,7 +513,9 @@ class OffloadingConnectorScheduler:
         touched: list[RequestState] = []
         for new in output.scheduled_new_reqs:
             state = self._live.get(new.req_id)
-            if state is not None:
+            if state is None:
+                self._hand_out(new.block_ids, new.num_computed_tokens)
+            else:
                 self._take_blocks(state, new.block_ids, new.num_computed_tokens)
                 self._note_start(state, new.num_computed_tokens)
                 self._note_tokens(state, new.num_computed_tokens, scheduled.get(new.req_id, 0))
@@ -520,6 +527,7 @@ class OffloadingConnectorScheduler:
             req_id = cached.req_ids[i]
             state = self._live.get(req_id)
             if state is None:
+                self._hand_out(block_ids, 0)
                 continue
             computed = cached.num_computed_tokens[i]
             if req_id in cached.resumed_req_ids:
@@ -533,15 +541,19 @@ class OffloadingConnectorScheduler:
 
     def _take_blocks(self, state: RequestState, block_ids: tuple[list[int], ...], computed: int) -> None:
         """``block_ids`` are all blocks of the life; those beyond ``computed`` tokens are handed out in this step."""
-        handed_out = self._current_batch_allocated_block_ids
-        for spec, group, ids in zip(self.geometry.groups, state.groups, block_ids, strict=True):
+        for group, ids in zip(state.groups, block_ids, strict=True):
             group.block_ids = list(ids)
-            handed_out.update(ids[computed // spec.tokens_per_block :])
+        self._hand_out(block_ids, computed)
 
     def _add_blocks(self, state: RequestState, block_ids: tuple[list[int], ...]) -> None:
         for group, ids in zip(state.groups, block_ids, strict=True):
             group.block_ids.extend(ids)
-            self._current_batch_allocated_block_ids.update(ids)
+        self._hand_out(block_ids, 0)
+
+    def _hand_out(self, block_ids: tuple[list[int], ...], computed: int) -> None:
+        """Blocks beyond ``computed`` tokens will be written, also those of a request that no hook has named."""
+        for spec, ids in zip(self.geometry.groups, block_ids, strict=True):
+            self._current_batch_allocated_block_ids.update(ids[computed // spec.tokens_per_block :])
 
     def _note_start(self, state: RequestState, computed: int) -> None:
         """A life starts, or starts again, on top of ``computed`` tokens that the device has."""
@@ -571,14 +583,20 @@ class OffloadingConnectorScheduler:
                 self._end_life_if_drained(state)
         return jobs
 
-    def _plan_live(self, touched: Collection[RequestState], now: float) -> list[TransferJob]:
+    def _plan_live(
+        self, touched: Collection[RequestState], scheduled: Mapping[str, int], now: float
+    ) -> list[TransferJob]:
         budget = self.options.max_chunks_per_step
         jobs: list[TransferJob] = []
-        late = [s for s in self._unplanned.values() if s not in touched]
+        seen = set(touched)
+        late = [s for s in self._unplanned.values() if s not in seen]
         self._unplanned = {}
         for state in late:
             # Steps that handed it no block have gone by since it was last looked at, and its windows have moved on.
-            state.tokens_before_step = max(state.tokens_filled, state.req.num_computed_tokens)
+            computed = state.req.num_computed_tokens
+            state.tokens_before_step = max(state.tokens_filled, computed)
+            # Draft tokens that were rejected since count no more.
+            state.tokens_filled = min(state.tokens_filled, computed + scheduled.get(state.context.req_id, 0))
         for state in [*late, *touched]:
             state.learn_keys()
             planned = self._planner.plan(state, budget, now) if budget > 0 else []

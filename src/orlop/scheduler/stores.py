@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orlop.core import Geometry, GroupTransfer, Int64Array, Reservation
+from orlop.core import Geometry, GroupTransfer, Reservation
 from orlop.scheduler.request import GroupState, RequestState
 from orlop.tiering.base import OffloadingManager
 
@@ -44,6 +44,7 @@ class StorePlanner:
         self._geometry = geometry
         self._manager = manager
         self._offload_decode = offload_decode
+        self._offsets = np.arange(geometry.blocks_per_chunk, dtype=np.int64)
 
     def storable_chunks(self, state: RequestState, group: GroupState) -> int:
         """Chunks of the life that are filled, keyed, allocated and allowed to be stored."""
@@ -101,19 +102,12 @@ class StorePlanner:
         return first if last_null is None else last_null // n + 1
 
     def _planned(self, group: GroupState, reservation: Reservation) -> PlannedStore:
-        n = self._geometry.blocks_per_chunk
-        positions = (reservation.chunks[:, None] * n + np.arange(n)).ravel()
-        transfer = GroupTransfer(
-            group.index,
-            _gather(group.block_ids, positions),
-            np.repeat(reservation.slots, n),
-            np.tile(np.arange(n), len(reservation.chunks)),
-        )
-        return PlannedStore(reservation, transfer)
-
-
-def _gather(block_ids: list[int], positions: Int64Array) -> Int64Array:
-    """``block_ids`` at ``positions`` (ascending), converting only the stretch of the list that they span."""
-    first = int(positions[0])
-    stretch = np.array(block_ids[first : int(positions[-1]) + 1], dtype=np.int64)
-    return stretch[positions - first]
+        n, chunks = self._geometry.blocks_per_chunk, reservation.chunks
+        first, stop = int(chunks[0]), int(chunks[-1]) + 1
+        block_ids = np.array(group.block_ids[first * n : stop * n], dtype=np.int64)
+        if stop - first > len(chunks):  # with gaps, where chunks between are there already
+            block_ids = block_ids.reshape(-1, n)[chunks - first].ravel()
+        slots, offsets = reservation.slots, self._offsets[:1].repeat(len(chunks))
+        if n > 1:
+            slots, offsets = slots.repeat(n), np.tile(self._offsets, len(chunks))
+        return PlannedStore(reservation, GroupTransfer(group.index, block_ids, slots, offsets))

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import os
 import pickle
 import socket
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -45,10 +46,21 @@ class StoreSpec:
             raise ConfigError(
                 f"store factory: found {self.factory!r} ({e}), expected 'module:callable' that can be imported"
             ) from e
+        self._require_fitting(make)
         store = make(**self.kwargs)
         if not isinstance(store, ChunkStore):
             raise ConfigError(f"store factory {self.factory!r}: found a {type(store).__name__}, expected a ChunkStore")
         return store
+
+    def _require_fitting(self, make: Callable[..., Any]) -> None:
+        """What cannot even be called never becomes a store, however often it is tried."""
+        try:
+            inspect.signature(make).bind(**self.kwargs)
+        except (TypeError, ValueError) as e:
+            raise ConfigError(
+                f"store factory: found {self.factory!r}, which does not take {sorted(self.kwargs)} ({e}), expected a "
+                "callable that takes the tier's settings by these names"
+            ) from e
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ from orlop.core import (
     TransferKind,
 )
 from orlop.errors import InvariantError
-from orlop.host.tier import HostTier
+from orlop.host.tier import HostTier, SlotState
 from orlop.tiering.admission import StoreAfter
 from orlop.tiering.base import OffloadingManager, SecondaryTierManager
 
@@ -138,6 +138,8 @@ class TieringManager(OffloadingManager):
             self.counters["surprises"] += 1
             return
         self._drop_wants(life)
+        for ask in life.asks.values():
+            self._forget_answers(ask)
         for entry in self.tiers:
             entry.tier.on_request_finished(context)
 
@@ -189,9 +191,10 @@ class TieringManager(OffloadingManager):
         if low >= high:
             return verdicts
         here = slice(low - run.start, high - run.start)
+        if not ask.answered and now >= since + self._lookup_wait_s:
+            ask.closed = True  # goes on with what the other tiers have; a late answer still counts
         if not ask.answered:
-            if now < since + self._lookup_wait_s:
-                verdicts[here][absent[here]] = Lookup.RETRY
+            verdicts[here][absent[here]] = Lookup.RETRY
         elif waits:
             held = ask.source[low - ask.start : high - ask.start] != NOWHERE
             verdicts[here][absent[here] & held] = Lookup.HIT_PENDING
@@ -218,6 +221,8 @@ class TieringManager(OffloadingManager):
             return ask
         life.asks_made[run.group] += 1
         stop = run.stop if stop_at_miss else run.start + int(where[-1]) + 1
+        if ask is not None:
+            self._forget_answers(ask)
         ask = _Ask(life, run.part(first, stop), len(self.tiers))
         life.asks[run.group] = ask
         keys = run.part(first, stop).packed()
@@ -234,16 +239,22 @@ class TieringManager(OffloadingManager):
                 ask.take(index, answer.found)
         return ask
 
+    def _forget_answers(self, ask: _Ask) -> None:
+        """Nobody waits for what tiers have not answered of it, and a tier may never answer."""
+        for lookup_id in ask.open:
+            del self._asks[lookup_id]
+
     def want(self, run: KeyRun, context: ReqContext, *, now: float) -> None:
         life = self._lives[context.life]
+        if WRITING in self.host.states(run):
+            self._listen(life, self.host.slots_of(run))
         wanted = life.wants.get(run.group)
-        if wanted is not None and wanted.start <= run.start and run.stop <= wanted.stop:
-            self._noting[context.life] = life  # an answer may have come since: look again at what is left to promote
-            return
-        if life.admitted:
+        covered = wanted is not None and wanted.start <= run.start and run.stop <= wanted.stop
+        wants = {**life.wants, run.group: run}
+        if life.admitted and not covered:
             self._drop_wants(life)
-        life.wants[run.group] = run
-        life.need = None
+        life.wants = wants
+        life.need, life.need_at = self._need(life), self.host.arrivals
         self._noting[context.life] = life
         if life.wait_until is None:
             life.wait_until = now + self._promotion_wait_s
@@ -258,7 +269,7 @@ class TieringManager(OffloadingManager):
         slots = self.host.ready_slots(run)
         stop = run.start + len(slots)
         self.host.hold(slots)
-        self.host.touch(run.part(run.start, stop))
+        self.host.touch_slots(slots)
         life = self._lives.get(context.life)
         if life is not None:
             self._drop_wants(life)
@@ -273,10 +284,7 @@ class TieringManager(OffloadingManager):
             self.host.unhold(reservation.slots)
 
     def prepare_store(self, run: KeyRun, context: ReqContext, *, now: float) -> StorePlan:
-        states = np.frombuffer(self.host.states(run), dtype=np.uint8)
-        absent = (np.flatnonzero(states == ABSENT) + run.start).tolist()
-        writing = np.flatnonzero(states == WRITING)
-        settled = run.start + int(writing[0]) if len(writing) else run.stop
+        absent, settled = self._look_over(run)
         if absent and self.options.store_after > 1:
             admitted = self._host_admission.admit([run.hashes[c] for c in absent])
             self.counters["stores_skipped"] += len(absent) - sum(admitted)
@@ -307,7 +315,7 @@ class TieringManager(OffloadingManager):
             self._end_writing(opened.writer, reservation.slots)
             if success:
                 self.host.publish(reservation.slots)
-                self._note_event(True, reservation.group, reservation.hashes)
+                self._note_stored(reservation.group, reservation.hashes)
                 self._cascade(reservation, now)
             else:
                 self.host.abandon(reservation.slots)
@@ -318,6 +326,17 @@ class TieringManager(OffloadingManager):
     def release(self, reservation: Reservation) -> None:
         if self._close(reservation):
             self.host.unhold(reservation.slots)
+
+    def _look_over(self, run: KeyRun) -> tuple[list[int], int]:
+        """The chunks of an offer that are not there, and the index of the first that somebody else is writing."""
+        if len(run) == 1 and self.host.slot_state(run.group, run.hashes[run.start]) is None:
+            return [run.start], run.stop  # what every decoding request offers when it fills a chunk
+        states = np.frombuffer(self.host.states(run), dtype=np.uint8)
+        if (states == READY).any():
+            self.host.touch(run)  # of use to the device just now, wherever it got them from
+        writing = np.flatnonzero(states == WRITING)
+        settled = run.start + int(writing[0]) if len(writing) else run.stop
+        return (np.flatnonzero(states == ABSENT) + run.start).tolist(), settled
 
     def _reserve_most(self, run: KeyRun, absent: list[int]) -> Int64Array:
         """Slots for as many leading chunks of ``absent`` as there is room for."""
@@ -436,6 +455,7 @@ class TieringManager(OffloadingManager):
             return
         ask.take(ask.open.pop(answer.lookup_id), answer.found)
         self.counters[f"tier_hits {tier.name}"] += answer.found.count(1)
+        ask.life.need_at = -1
         if ask.answered:
             ask.life.progress += 1
 
@@ -486,7 +506,7 @@ class TieringManager(OffloadingManager):
         if ok.any():
             self.host.publish(slots[ok])
             self._brought_by[slots[ok]] = job.tier + 1
-            self._note_event(True, job.order.group, tuple(job.order.keys[i][:-4] for i in np.flatnonzero(ok)))
+            self._note_stored(job.order.group, tuple(job.order.keys[i][:-4] for i in np.flatnonzero(ok)))
         if not ok.all():
             self.host.abandon(slots[~ok])
 
@@ -511,6 +531,10 @@ class TieringManager(OffloadingManager):
         """Lease and promote, first come first served; what does not fit now is looked at again next step."""
         room = self.options.max_promotions_per_step
         for life in list(self._noting.values()):
+            if life.need_at != self.host.arrivals:
+                before, life.need, life.need_at = life.need, self._need(life), self.host.arrivals
+                # What it waits for may have come by somebody else's doing before it could lease it.
+                life.progress += life.need < before
             if not life.admitted and not self._admit(life):
                 continue
             if life.no_room_at == self.host.room:
@@ -523,8 +547,6 @@ class TieringManager(OffloadingManager):
         """Grant the life its leases as a number, whole or not at all; cut what could never be granted."""
         if any(not ask.answered for ask in life.asks.values()):
             return False
-        if life.need is None:
-            life.need = sum(len(run) - self.host.ready_prefix(run) for run in life.wants.values())
         need = life.need
         cap = self.host.slots // 2
         if need > cap:
@@ -537,25 +559,45 @@ class TieringManager(OffloadingManager):
         life.admitted = True
         return True
 
+    def _need(self, life: _Life) -> int:
+        """Chunks of its wants beyond the ready prefix that are there or can come."""
+        need = 0
+        for group, run in life.wants.items():
+            coming = np.frombuffer(self.host.states(run), dtype=np.uint8) != ABSENT
+            ask = life.asks.get(group)
+            if ask is not None:
+                low, high = max(run.start, ask.start), max(run.start, ask.start, min(run.stop, ask.stop))
+                coming[low - run.start : high - run.start] |= ask.source[low - ask.start : high - ask.start] != NOWHERE
+            need += int(np.count_nonzero(coming[self.host.ready_prefix(run) :]))
+        return need
+
     def _cut(self, life: _Life, cap: int) -> None:
-        """More than may ever be leased: what lies beyond is given up, and the life looks again."""
+        """More than may ever be leased: what tiers have beyond is given up, and the life looks again.
+
+        Where the device is writing all of it, nothing is given up: it comes without a lease too.
+        """
         share = cap // len(life.wants)
+        cut = False
         for group, run in life.wants.items():
             ask = life.asks.get(group)
             start = run.start + self.host.ready_prefix(run) + share
             if ask is not None and start < run.stop:
-                ask.give_up_from(start)
+                cut = ask.give_up_from(start) or cut
+        if not cut:
+            return
         self.counters["promotions_cut"] += 1
         self._drop_wants(life)
         life.progress += 1
 
     def _promote(self, life: _Life, room: int, now: float) -> int:
         """Submit promotions of an admitted life within ``room`` chunks; what is left of the room."""
-        complete = True
+        complete, lost = True, False
         for run in life.wants.values():
             states = np.frombuffer(self.host.states(run), dtype=np.uint8)
             ask = life.asks.get(run.group)
             absent = [run.start + int(i) for i in np.flatnonzero(states == ABSENT)]
+            # What was readable at the last look may have left since, and what was being written may have failed.
+            lost = lost or any(ask is None or ask.source_of(chunk) == NOWHERE for chunk in absent)
             for tier, chunks in self._by_tier(ask, absent):
                 take = chunks[:room]
                 if not take or not self._submit_promotion(life, run, tier, take, now):
@@ -564,6 +606,7 @@ class TieringManager(OffloadingManager):
                 room -= len(take)
                 complete = complete and len(take) == len(chunks)
         self._lease_present(life)
+        life.progress += lost
         if complete:
             self._noting.pop(life.context.life, None)
         return room
@@ -616,8 +659,12 @@ class TieringManager(OffloadingManager):
             fresh = np.setdiff1d(slots, life.leased, assume_unique=True)[: life.budget - len(life.leased)]
             self.host.lease(fresh)
             life.leased = np.concatenate([life.leased, fresh])
-            for writer in {id(w): w for w in self._writers[fresh] if w is not None}.values():
-                writer.waiters.add(life.context.life)
+            self._listen(life, slots)
+
+    def _listen(self, life: _Life, slots: Int64Array) -> None:
+        """The life looks again when the writing of any of these slots (-1: none) has ended."""
+        for writer in {id(w): w for w in self._writers[slots[slots >= 0]] if w is not None}.values():
+            writer.waiters.add(life.context.life)
 
     def _drop_wants(self, life: _Life) -> None:
         """The one place where leases end."""
@@ -652,13 +699,10 @@ class TieringManager(OffloadingManager):
             self._namespace = self._namespace_of(generation)
 
     def take_events(self) -> Iterable[CacheEvent]:
-        gone: dict[int, list[bytes]] = {}
-        for group, block_hash in self.host.take_evicted():
-            gone.setdefault(group, []).append(block_hash)
+        self._note_evictions()
         if not self.options.events:
             return ()
-        events = self._events + [CacheEvent(False, "host", group, tuple(hashes)) for group, hashes in gone.items()]
-        self._events = []
+        events, self._events = self._events, []
         for entry in self.tiers:
             events.extend(entry.tier.take_events())
         return events
@@ -701,10 +745,31 @@ class TieringManager(OffloadingManager):
         writers = {id(o.writer) for o in self._open.values()} | {id(j.writer) for j in self._transfer_jobs.values()}
         if any(id(w) not in writers for w in self._writers if w is not None):
             raise InvariantError("a slot is marked as being written by somebody who is gone")
+        marked, reserved = sum(w is not None for w in self._writers), self.host.counts()[SlotState.RESERVED]
+        if marked != reserved:
+            raise InvariantError(f"found {marked} slots marked as being written, expected {reserved}")
+        for number, life in self._lives.items():
+            if len(life.leased) > life.budget or (life.budget and not life.admitted):
+                raise InvariantError(f"life {number} has leases that it was not granted")
+        if not self._noting.keys() <= self._lives.keys():
+            raise InvariantError("a gone life still waits for promotions")
+        asks = {lookup_id: ask for life in self._lives.values() for ask in life.asks.values() for lookup_id in ask.open}
+        if asks != self._asks:
+            raise InvariantError(f"lookups {sorted(asks.keys() ^ self._asks.keys())} are waited for by nobody")
+        if not self._transfer_jobs.keys() <= {job_id for _, job_id in self._deadlines}:
+            raise InvariantError("a job between tiers has no deadline")
 
-    def _note_event(self, stored: bool, group: int, hashes: tuple[bytes, ...]) -> None:
+    def _note_stored(self, group: int, hashes: tuple[bytes, ...]) -> None:
         if self.options.events:
-            self._events.append(CacheEvent(stored, "host", group, hashes))
+            self._note_evictions()  # first, because a chunk may have left before it came back
+            self._events.append(CacheEvent(True, "host", group, hashes))
+
+    def _note_evictions(self) -> None:
+        gone: dict[int, list[bytes]] = {}
+        for group, block_hash in self.host.take_evicted():
+            gone.setdefault(group, []).append(block_hash)
+        if self.options.events:
+            self._events += [CacheEvent(False, "host", group, tuple(hashes)) for group, hashes in gone.items()]
 
     def _number(self) -> int:
         self._next_number += 1
@@ -744,21 +809,22 @@ class _Ask:
     """One life's question to all tiers about one stretch of keys, asked once.
 
     ``source[i]`` is the first tier, in order, that has chunk ``start + i``; NOWHERE where none has, or where a
-    promotion from it has failed.
+    promotion from it has failed. ``closed``: the life waits no longer for tiers that have not answered.
     """
 
-    __slots__ = ("life", "open", "run", "source", "start", "stop")
+    __slots__ = ("closed", "life", "open", "run", "source", "start", "stop")
 
     def __init__(self, life: _Life, run: KeyRun, tiers: int) -> None:
         self.life = life
         self.run = run
         self.start, self.stop = run.start, run.stop
         self.open: dict[int, int] = {}
+        self.closed = False
         self.source = np.full(len(run), NOWHERE, dtype=np.int8)
 
     @property
     def answered(self) -> bool:
-        return not self.open
+        return self.closed or not self.open
 
     def covers(self, chunk: int) -> bool:
         return self.start <= chunk < self.stop
@@ -779,8 +845,12 @@ class _Ask:
             if block_hash in bad:
                 self.source[i] = NOWHERE
 
-    def give_up_from(self, chunk: int) -> None:
-        self.source[max(0, chunk - self.start) :] = NOWHERE
+    def give_up_from(self, chunk: int) -> bool:
+        """Forget what tiers have from ``chunk`` on; whether they had anything."""
+        beyond = self.source[max(0, chunk - self.start) :]
+        had = bool((beyond != NOWHERE).any())
+        beyond[:] = NOWHERE
+        return had
 
 
 _NO_SLOTS: Int64Array = np.empty(0, dtype=np.int64)
@@ -797,8 +867,9 @@ class _Life:
     wants: dict[int, KeyRun] = field(default_factory=dict)
     wait_until: float | None = None
     admitted: bool = False
-    need: int | None = None
-    """Leases that its wants ask for, counted when first looked at."""
+    need: int = 0
+    """Leases that its wants ask for, as of ``host.arrivals`` equal to ``need_at``; -1: not counted since."""
+    need_at: int = -1
     budget: int = 0
     no_room_at: int = -1
     """``host.room`` when there was last no room for its promotions."""
@@ -813,7 +884,8 @@ class _Life:
         self.wants = {}
         self.wait_until = None
         self.admitted = False
-        self.need = None
+        self.need = 0
+        self.need_at = -1
         self.budget = 0
         self.no_room_at = -1
         self.leased = _NO_SLOTS
