@@ -72,10 +72,13 @@ class RegionMemory(SlotMemory):
         view = self._view(slot, rank, offset)
         body = HEAD.pack(page.group, rank << 16 | len(page.cells), page.weights) + b"".join(page.cells)
         view[: len(body)] = body
+        self.region.checksums[slot, rank] = self.checksum(slot, rank)
+
+    def checksum(self, slot: int, rank: int) -> int:
+        """That of what a rank's part holds now."""
         layout = self.region.layout
         start = layout.part_offset(rank, 0)
-        part = self.region.view(slot, layout.slot_bytes)[start : start + layout.part_bytes(rank, 0)]
-        self.region.checksums[slot, rank] = part_checksum(part)
+        return part_checksum(self.region.view(slot, layout.slot_bytes)[start : start + layout.part_bytes(rank, 0)])
 
     def get(self, slot: int, rank: int, offset: int) -> Page:
         view = self._view(slot, rank, offset)
@@ -414,11 +417,14 @@ class WatchedTier(SecondaryTierManager):
         return results
 
     def _check_brought(self, job: TierJob, result: TierResult) -> None:
+        region = self.memory.region
         for key, slot, outcome in zip(job.keys, job.slots.tolist(), result.outcomes, strict=True):
             self.counts[f"{job.kind} {outcome}"] += 1
             # What was asked for before a reset is right for what was then: only the bytes of today can be judged.
             if job.kind is TransferKind.LOAD and outcome is Outcome.OK and self._resets_of[job.job_id] == self.resets:
                 self._check(key, slot, f"promotion {job.job_id}")
+                for rank in range(region.layout.ranks):
+                    assert region.checksums[slot, rank] == self.memory.checksum(slot, rank), f"slot {slot}: checksum"
 
     def get_released_jobs(self) -> Sequence[int]:
         released = self.runner.get_released_jobs()
@@ -481,7 +487,7 @@ class Setup:
 
     geometry: Geometry
     ranks: int = 1
-    blocks: int = 60
+    blocks_per_group: int = 60
     slots: int = 40
     tiers: int = 1
     async_scheduling: bool = False
@@ -511,7 +517,13 @@ class Setup:
     """The chance that a verb hangs by itself."""
     hung_steps: int = 30
     """Steps after which what hangs comes back by itself."""
+    crank_chance: float = 1.0
     seed: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """Device blocks, the null block included."""
+        return self.blocks_per_group * len(self.geometry.groups)
 
 
 @dataclass
@@ -543,6 +555,7 @@ def make(setup: Setup) -> Rig:
     memory = RegionMemory(setup.geometry, setup.ranks, setup.slots)
     device = Device(setup.geometry, ranks=setup.ranks, blocks=setup.blocks, memory=memory, seed=setup.seed)
     device.loads_before_forward = setup.loads_before_forward
+    device.crank_chance = setup.crank_chance
     payload = memory.region.layout.payload_bytes(0)
     assert payload == setup.ranks * PAGE_BYTES
     runner_options = {

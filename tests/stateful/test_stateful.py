@@ -59,7 +59,7 @@ setups = st.builds(
     Setup,
     geometry=st.sampled_from(list(GEOMETRIES.values())),
     ranks=st.sampled_from([1, 2]),
-    blocks=st.sampled_from([48, 72, 180]),
+    blocks_per_group=st.sampled_from([14, 24, 60]),
     slots=st.sampled_from([12, 40, 24, 6]),
     tiers=st.sampled_from([1, 1, 2, 2, 0]),
     async_scheduling=st.booleans(),
@@ -84,6 +84,7 @@ setups = st.builds(
     faults=st.sampled_from([0.0, 0.0, 0.1, 0.2]),
     hangs=st.sampled_from([0.0, 0.0, 0.02]),
     hung_steps=st.sampled_from([30, 100, 10]),
+    crank_chance=st.sampled_from([1.0, 0.6, 0.3]),
     seed=st.integers(0, 1000),
 )
 sides = st.tuples(st.sampled_from(list(TransferKind)), st.integers(0, 1))
