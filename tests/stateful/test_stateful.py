@@ -187,6 +187,7 @@ class Walk(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 8))
     def step_more(self, count: int) -> None:
+        """Twice as likely as other rules."""
         self.step(count)
 
     @precondition(lambda self: len(self.live) < MOST_LIVE)
@@ -578,8 +579,16 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(io_worker, "FIRST_PROBE", 2)
 
 
+@pytest.mark.fault("B001")
+@pytest.mark.fault("B003")
+@pytest.mark.fault("B008")
+@pytest.mark.fault("B016")
+@pytest.mark.fault("B018")
 @pytest.mark.fault("B059")
 @pytest.mark.fault("B072")
+@pytest.mark.fault("B137")
+@pytest.mark.fault("B145")
+@pytest.mark.fault("B146")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_whatever_happens_the_books_add_up_and_everything_ends(part: int) -> None:
     print(f"STATEFUL_SEED={SEED} STATEFUL_WALKS={WALKS}, part {part}")
