@@ -43,7 +43,6 @@ from orlop.scheduler.request import Job, RequestState
 from orlop.scheduler.stores import PlannedStore, StorePlanner
 from orlop.tiering.base import OffloadingManager
 
-
 EVERY_CHUNK = 1 << 62
 """The budget of a life that has ended: what is not stored now never is."""
 
