@@ -81,6 +81,7 @@ class EngineRequest:
     stop_after: int | None = None
     cache_salt: str | None = None
     skip_reading_prefix_cache: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
     status: Status = Status.WAITING
     num_computed_tokens: int = 0
     num_in_flight_tokens: int = 0
@@ -301,6 +302,7 @@ class RequestRunner:
         cache_salt: str | None = None,
         skip_reading_prefix_cache: bool = False,
         stop_after: int | None = None,
+        kv_transfer_params: dict[str, Any] | None = None,
     ) -> EngineRequest:
         """A request arrives. An id may come back once its earlier stay has ended and is no longer loading."""
         req_id = req_id or f"r{len(self.requests)}"
@@ -309,6 +311,7 @@ class RequestRunner:
         request = EngineRequest(req_id, list(prompt_tokens), max_tokens, len(self.geometry.groups))
         request.cache_salt = cache_salt
         request.stop_after = stop_after
+        request.kv_transfer_params = kv_transfer_params
         request.skip_reading_prefix_cache = skip_reading_prefix_cache
         request.block_ids = [[] for _ in self.geometry.groups]
         request.num_cached = [0 for _ in self.geometry.groups]

@@ -128,7 +128,8 @@ class IoWorker:
     """One store and its threads. ``handle`` may be called from one thread at a time and never waits for I/O.
 
     ``send`` is called from any of the worker's threads and returns at once. ``ended`` is called once, after the
-    last message: after ``Bye`` has been obeyed, or because a thread died of a fault of this program.
+    last message: after ``Bye`` has been obeyed, or because a thread died of a fault of this program. ``clock`` is
+    monotonic seconds.
     """
 
     def __init__(
@@ -138,12 +139,15 @@ class IoWorker:
         region: HostRegion,
         send: Callable[[FromWorker], None],
         ended: Callable[[], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec = spec
         self._options = options
         self._region = region
         self._send = send
         self._ended = ended
+        self._clock = clock
         self._parts = [_parts_of(region.layout, group) for group in range(region.layout.groups)]
         self._store: ChunkStore | None = None
         self._building = threading.Lock()
@@ -221,7 +225,7 @@ class IoWorker:
         count = len(transfer.keys)
         step = max(1, min(PART_CHUNKS, PART_BYTES // max(1, transfer.payload_bytes)))
         starts = range(0, count, step)
-        job = _Job(transfer, len(starts), time.monotonic())
+        job = _Job(transfer, len(starts), self._clock())
         with self._lock:
             if not self._clears:
                 queue = self._loads if transfer.load else self._stores
@@ -263,31 +267,36 @@ class IoWorker:
     def _move_parts(self) -> None:
         headers = _HeaderPages(PART_CHUNKS)
         while (work := self._next_work()) is not None:
-            if isinstance(work, Touch):
-                self._touch(work)
-                continue
-            try:
-                self._move(work, headers)
-            finally:
-                self._leave(work)
-            self._maybe_stats()
+            self._do(work, headers)
+
+    def _do(self, work: _Part | Touch, headers: _HeaderPages) -> None:
+        if isinstance(work, Touch):
+            self._touch(work)
+            return
+        try:
+            self._move(work, headers)
+        finally:
+            self._leave(work)
+        self._maybe_stats()
 
     def _next_work(self) -> _Part | Touch | None:
         """The next part, loads first; None once there is nothing left to wait for."""
-        most_storing = max(1, self._options.threads - 1)
         with self._lock:
-            while True:
-                if self._loads:
-                    self._loading += 1
-                    return self._loads.popleft()
-                if self._stores and self._storing < most_storing:
-                    self._storing += 1
-                    return self._stores.popleft()
-                if self._touches:
-                    return self._touches.popleft()
+            while (work := self._take_work()) is None:
                 if self._closing and not self._stores and not self._clears:
                     return None
                 self._work.wait()
+            return work
+
+    def _take_work(self) -> _Part | Touch | None:
+        """What may be begun now. Under the lock."""
+        if self._loads:
+            self._loading += 1
+            return self._loads.popleft()
+        if self._stores and self._storing < max(1, self._options.threads - 1):
+            self._storing += 1
+            return self._stores.popleft()
+        return self._touches.popleft() if self._touches else None
 
     def _leave(self, part: _Part) -> None:
         with self._lock:
@@ -303,7 +312,7 @@ class IoWorker:
 
     def _move(self, part: _Part, headers: _HeaderPages) -> None:
         job = part.job
-        now = time.monotonic()
+        now = self._clock()
         job.began = job.began or now
         limit_s = self._options.load_wait_s if job.transfer.load else self._options.store_wait_s
         if now - job.received > limit_s:
@@ -440,24 +449,28 @@ class IoWorker:
         with self._lock:
             job.codes[part.start : part.stop] = bytes(OUTCOME_CODES[outcome] for outcome in outcomes)
             job.nbytes += outcomes.count(Outcome.OK) * job.transfer.payload_bytes
-            job.failed |= tried and not FAILURES.isdisjoint(outcomes)
-            job.reason = job.reason or reason
+            failures = FAILURES.intersection(outcomes) if tried else ()
+            job.failed |= bool(failures)
+            job.reason = job.reason or reason or ", ".join(sorted(failures))
             job.damaged += tuple(damaged)
             job.left -= 1
             if job.left:
                 return
-        self._send(_report(job, time.monotonic()))
+        self._send(_report(job, self._clock()))
 
     # --- lookups ------------------------------------------------------------------------------------
 
     def _answer_asks(self) -> None:
         while (ask := self._next_ask()) is not None:
-            try:
-                answer = Answer(ask.lookup_id, self._probe(self._get_store(), ask))
-            except BaseException as e:  # a lookup that fails finds nothing
-                answer = Answer(ask.lookup_id, bytes(len(ask.keys)), one_line(e))
-            self._send(answer)
-            self._maybe_stats()
+            self._answer(ask)
+
+    def _answer(self, ask: Ask) -> None:
+        try:
+            answer = Answer(ask.lookup_id, self._probe(self._get_store(), ask))
+        except BaseException as e:  # a lookup that fails finds nothing
+            answer = Answer(ask.lookup_id, bytes(len(ask.keys)), one_line(e))
+        self._send(answer)
+        self._maybe_stats()
 
     def _next_ask(self) -> Ask | None:
         with self._lock:
@@ -499,11 +512,14 @@ class IoWorker:
                         self._clears.clear()
                         self._work.notify_all()
                         return
-            with self._lock:
-                if self._clears:
-                    self._clears.popleft()
-                self._work.notify_all()
-            self._send(Cleared(clear.number))
+            self._clear_done(clear)
+
+    def _clear_done(self, clear: Clear) -> None:
+        with self._lock:
+            if self._clears:
+                self._clears.popleft()
+            self._work.notify_all()
+        self._send(Cleared(clear.number))
 
     def _cleared(self) -> bool:
         try:
@@ -539,7 +555,7 @@ class IoWorker:
             return self._store
 
     def _maybe_stats(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             if self._store is None or now < self._next_stats:
                 return

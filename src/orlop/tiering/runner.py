@@ -12,7 +12,7 @@ manager's); a look into a chunk.
                                starts the worker again
 
 Between the engine's thread and the other two there are only a SimpleQueue and a deque. What the sender has taken is
-in ``_Pump``'s table until the worker reports it or the worker is dead, whichever is first: taken out once, reported
+in ``Pump``'s table until the worker reports it or the worker is dead, whichever is first: taken out once, reported
 once.
 """
 
@@ -122,7 +122,8 @@ class TierRunner(SecondaryTierManager):
     """One secondary tier. Starts its I/O worker at once and returns without waiting for it.
 
     ``clock`` is the monotonic clock whose readings the caller passes as ``now``. ``notify`` is called on a thread
-    of the runner whenever a report or an answer has come; it must return at once.
+    of the runner whenever a report or an answer has come; it must return at once. ``make_pump`` stands in for ``Pump``
+    where somebody else turns the crank.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class TierRunner(SecondaryTierManager):
         io_process: bool = True,
         clock: Callable[[], float] = time.monotonic,
         notify: Callable[[], None] | None = None,
+        make_pump: Callable[..., Pump] | None = None,
     ) -> None:
         self.name = options.name
         self._options = options
@@ -154,7 +156,8 @@ class TierRunner(SecondaryTierManager):
         self._closed = False
         self._was_closed = True
         self._log_again = float("-inf")
-        self._pump = _Pump(options, region, store, io_process=io_process, notify=notify or _nobody)
+        make_pump = make_pump or Pump
+        self._pump = make_pump(options, region, store, io_process=io_process, notify=notify or _nobody)
 
     # --- start -------------------------------------------------------------------------------------
 
@@ -416,7 +419,7 @@ class _Released:
 Posted = TierJob | Ask | Touch | Clear | Bye
 
 
-class _Pump:
+class Pump:
     """Two threads between the engine's and the worker: a sender, and an owner who receives and restarts.
 
     ``_lock`` guards the link and the tables of what the worker owes; the engine's thread takes it in ``shutdown`` only.
@@ -454,10 +457,16 @@ class _Pump:
         self._settled = threading.Event()
         self._decided = threading.Event()
         self._not_ready: NotReady | None = None
-        self._sender = threading.Thread(target=self._send, name=f"orlop-{options.name}-send", daemon=True)
-        self._owner = threading.Thread(target=self._own, name=f"orlop-{options.name}-own", daemon=True)
+        self._start()
+
+    def _start(self) -> None:
+        self._sender = threading.Thread(target=self._send, name=f"orlop-{self._options.name}-send", daemon=True)
+        self._owner = threading.Thread(target=self._own, name=f"orlop-{self._options.name}-own", daemon=True)
         self._sender.start()
         self._owner.start()
+
+    def _open_link(self) -> Link:
+        return open_link(self._spec, self._options.io_options(), self._region, process=self._io_process)
 
     # --- engine's thread ------------------------------------------------------------------------------
 
@@ -501,26 +510,29 @@ class _Pump:
     def _send(self) -> None:
         self._first_try.wait()
         while not self._bye_taken:
-            batch = [self._posted.get()]
-            while len(batch) < SEND_BATCH and not self._posted.empty():
-                batch.append(self._posted.get())
-            with self._lock:
-                link = self._link
-                for message in batch:
-                    self._remember(message)
-                if link is None:
-                    self._settle("no I/O worker is running", released=True)
+            self._pass_on(self._posted.get())
+
+    def _pass_on(self, first: Posted) -> None:
+        batch = [first]
+        while len(batch) < SEND_BATCH and not self._posted.empty():
+            batch.append(self._posted.get())
+        with self._lock:
+            link = self._link
+            for message in batch:
+                self._remember(message)
             if link is None:
-                self._notify()
-                continue
-            with self._sending:
-                try:
-                    link.send([_word(message) for message in batch])
-                except OSError:
-                    log.debug("tier %s: the I/O process is gone; its owner settles", self._options.name)
-                except Exception:  # a fault of ours: what was not sent would never be reported
-                    log.exception("tier %s: a message could not be sent; starting the worker again", self._options.name)
-                    link.kill()
+                self._settle("no I/O worker is running", released=True)
+        if link is None:
+            self._notify()
+            return
+        with self._sending:
+            try:
+                link.send([_word(message) for message in batch])
+            except OSError:
+                log.debug("tier %s: the I/O process is gone; its owner settles", self._options.name)
+            except Exception:  # a fault of ours: what was not sent would never be reported
+                log.exception("tier %s: a message could not be sent; starting the worker again", self._options.name)
+                link.kill()
 
     def _remember(self, message: Posted) -> None:
         if isinstance(message, TierJob):
@@ -561,29 +573,40 @@ class _Pump:
 
     def _live_once(self) -> bool:
         """One life of the worker, from start to death; whether its store was open."""
+        link = self._begin()
+        if link is None:
+            return False
+        was_ready = self._receive_all(link)
+        held = self._bury(link, was_ready)
+        if held is not None:
+            self._outlive(link, held)
+        with self._sending:
+            link.close()
+        return was_ready
+
+    def _begin(self) -> Link | None:
         try:
-            link = open_link(self._spec, self._options.io_options(), self._region, process=self._io_process)
+            link = self._open_link()
         except Exception as e:  # no memory, no descriptors, no process: comes back like a dead one
             self._not_started(f"the I/O process cannot be started: {type(e).__name__}: {e}")
-            return False
+            return None
         self._publish(link)
-        was_ready = self._receive_all(link)
+        return link
+
+    def _bury(self, link: Link, was_ready: bool) -> list[int] | None:
+        """Report what a worker that has ended owes; the jobs whose slots it still may touch, None where it is gone."""
         gone = link.end(KILL_GRACE_S)
         reason = "the tier was shut down before it was done" if self._stopping.is_set() else link.epitaph()
         with self._lock:
             self._link = None
-            held = [] if gone else list(self._jobs)
+            held = None if gone else list(self._jobs)
             self._settle(reason, released=gone)
         if not self._stopping.is_set():
             log.warning("tier %s: %s; starting it again", self._options.name, reason)
             if not was_ready:
                 self._not_started(reason)
         self._notify()
-        if not gone:
-            self._outlive(link, held)
-        with self._sending:
-            link.close()
-        return was_ready
+        return held
 
     def _publish(self, link: Link) -> None:
         """From here on the sender uses it. A clear that an earlier worker did not finish goes first."""
@@ -606,10 +629,14 @@ class _Pump:
                 messages = link.receive()
             except EOFError:
                 return was_ready
-            for message in messages:
-                was_ready |= isinstance(message, Ready)
-                self._take(message)
-            self._notify()
+            was_ready |= self._take_all(messages)
+
+    def _take_all(self, messages: Sequence[FromWorker]) -> bool:
+        """Whether its store is open as of now."""
+        for message in messages:
+            self._take(message)
+        self._notify()
+        return any(isinstance(message, Ready) for message in messages)
 
     def _take(self, message: FromWorker) -> None:
         if isinstance(message, Report):
@@ -654,6 +681,9 @@ class _Pump:
         self._settled.set()  # all has been said; the sender answers whatever comes meanwhile
         link.wait_gone()
         self._settled.clear()
+        self._let_go(held)
+
+    def _let_go(self, held: Sequence[int]) -> None:
         self.arrived.extend(_Released(job_id) for job_id in held)
         self._notify()
 
