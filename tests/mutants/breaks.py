@@ -21,6 +21,9 @@ LOOKUP_SCENARIOS = "tests/scenarios/test_tier_lookups.py::"
 CAPACITY_SCENARIOS = "tests/scenarios/test_capacity.py::"
 
 
+PLAN_LIVE = "        store_jobs += self._plan_live(touched, scheduler_output.num_scheduled_tokens, now)\n"
+
+
 class Break(NamedTuple):
     """In ``file``, the text ``old`` (there exactly once) becomes ``new``; ``test`` must fail then."""
 
@@ -114,8 +117,8 @@ BREAKS = (
     Break(
         "prefix hits are taken for blocks handed out",
         SCHEDULER,
-        "handed_out.update(ids[computed // spec.tokens_per_block :])",
-        "handed_out.update(ids)",
+        "_current_batch_allocated_block_ids.update(ids[computed // spec.tokens_per_block :])",
+        "_current_batch_allocated_block_ids.update(ids)",
         CONTRACT + "test_prefix_hits_are_no_reason_for_a_fence",
     ),
     Break(
@@ -166,8 +169,8 @@ BREAKS = (
     Break(
         "window stores are flushed in the step that makes them",
         SCHEDULER,
-        "        self._flush_claimed()\n        store_jobs += self._plan_live(touched, now)\n",
-        "        store_jobs += self._plan_live(touched, now)\n        self._flush_claimed()\n",
+        "        self._flush_claimed()\n" + PLAN_LIVE,
+        PLAN_LIVE + "        self._flush_claimed()\n",
         CONTRACT + "test_request_finished_with_pending_stores_populates_fence",
     ),
     Break(
@@ -314,8 +317,8 @@ BREAKS = (
     Break(
         "an unanswered lookup is waited for",
         MANAGER,
-        "            if now < since + self._lookup_wait_s:\n",
-        "            if True:\n",
+        "        if not ask.answered and now >= since + self._lookup_wait_s:\n",
+        "        if False:\n",
         LOOKUP_SCENARIOS + "test_a_tier_that_does_not_answer_holds_nobody_beyond_the_limit",
     ),
     Break(
@@ -349,8 +352,8 @@ BREAKS = (
     Break(
         "a slot being loaded from is not held",
         MANAGER,
-        "        self.host.hold(slots)\n        self.host.touch(run.part(run.start, stop))\n",
-        "        self.host.touch(run.part(run.start, stop))\n",
+        "        self.host.hold(slots)\n        self.host.touch_slots(slots)\n",
+        "        self.host.touch_slots(slots)\n",
         CAPACITY_SCENARIOS + "test_a_shared_chunk_stays_while_the_second_of_two_loads_reads_it",
     ),
     Break(

@@ -318,7 +318,7 @@ def test_what_is_removed_and_made_again_in_the_middle_costs_hits(tmp_path: Path,
     rng = random.Random(2)
     path = tmp_path / "t"
     with Engine(path, "removed", FULL, 1) as engine:
-        for _ in range(3):
+        for _ in range(2):
             traffic(engine, rng, 15)
             if what == "chunks":
                 for file in chunk_files(path):
@@ -425,10 +425,15 @@ def test_nothing_at_rest_is_unpickled_or_evaluated() -> None:
 
 
 @pytest.mark.fault("B053")
-@pytest.mark.parametrize("io_process", [True, False], ids=["process", "threads"])
 @pytest.mark.parametrize(
-    "lie",
-    ["SaysOkAndKeepsNothing", "KeepsOtherBytes", "GivesOtherKeysBytes", "SaysMissingAboutAll", "AnswersTooFew"],
+    ("lie", "io_process"),
+    [
+        ("SaysOkAndKeepsNothing", True),
+        ("KeepsOtherBytes", True),
+        ("GivesOtherKeysBytes", False),
+        ("SaysMissingAboutAll", False),
+        ("AnswersTooFew", False),
+    ],
 )
 def test_a_store_that_lies_costs_hits_and_nothing_else(tmp_path: Path, lie: str, io_process: bool) -> None:
     rng = random.Random(4)

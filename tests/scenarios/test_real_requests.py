@@ -46,8 +46,7 @@ def files(path: Path, store: str = "files", **rest: Any) -> dict[str, Any]:
 
 
 @pytest.mark.fault("B004")
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("after", [2, 3])
+@pytest.mark.parametrize(("after", "async_scheduling"), [(2, False), (2, True), (3, False)])
 def test_what_an_interrupted_prompt_stored_is_what_its_keys_say(
     tmp_path: Path, after: int, async_scheduling: bool
 ) -> None:

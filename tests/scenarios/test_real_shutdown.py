@@ -45,8 +45,9 @@ def our_threads() -> set[threading.Thread]:
 
 
 @pytest.mark.fault("B208")
-@pytest.mark.parametrize("io_process", [True, False], ids=["process", "threads"])
-@pytest.mark.parametrize("groups", [FULL, HYBRID], ids=["full", "hybrid"])
+@pytest.mark.parametrize(
+    ("groups", "io_process"), [(FULL, True), (HYBRID, False)], ids=["full-process", "hybrid-threads"]
+)
 def test_a_shutdown_with_transfers_open_leaves_nothing_and_a_second_one_does_nothing(
     tmp_path: Path, groups: tuple[KVGroup, ...], io_process: bool
 ) -> None:

@@ -43,6 +43,9 @@ from orlop.scheduler.request import Job, RequestState
 from orlop.scheduler.stores import PlannedStore, StorePlanner
 from orlop.tiering.base import OffloadingManager
 
+EVERY_CHUNK = 1 << 62
+"""The budget of a life that has ended: what is not stored now never is."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
@@ -576,7 +579,7 @@ class OffloadingConnectorScheduler:
         jobs: list[TransferJob] = []
         for state in list(self._owed.values()):
             del self._owed[state.context.life]
-            planned = self._planner.plan(state, self.options.max_chunks_per_step, now)
+            planned = self._planner.plan(state, EVERY_CHUNK, now)
             if planned:
                 jobs.append(self._store_job(state, planned, now))
             else:

@@ -473,7 +473,11 @@ class TieringManager(OffloadingManager):
         name = self.tiers[job.tier].tier.name
         self.counters[f"{'read' if job.writer else 'write'}_bytes {name}"] += result.nbytes
         self.counters[f"{'read' if job.writer else 'write'}_seconds {name}"] += result.seconds
-        ok = np.fromiter((o is Outcome.OK for o in result.outcomes), dtype=np.bool_, count=len(result.outcomes))
+        outcomes = result.outcomes
+        if len(outcomes) != len(job.order.keys):
+            self.counters["surprises"] += 1
+            outcomes = (Outcome.IO_ERROR,) * len(job.order.keys)
+        ok = np.fromiter((o is Outcome.OK for o in outcomes), dtype=np.bool_, count=len(outcomes))
         self._settle(job, ok, result.released)
 
     def _settle(self, job: _Job, ok: np.ndarray[tuple[int], np.dtype[np.bool_]], released: bool) -> None:
@@ -719,8 +723,8 @@ class TieringManager(OffloadingManager):
         return stats
 
     def shutdown(self, *, now: float, deadline_s: float) -> None:
-        for entry in self.tiers:
-            entry.tier.shutdown(deadline_s)
+        for entry in self.tiers:  # one after the other, so each has its share of the time
+            entry.tier.shutdown(deadline_s / len(self.tiers))
         for index, entry in enumerate(self.tiers):
             self._read_reports(index, entry.tier, now)
 
