@@ -320,6 +320,17 @@ def test_a_secret_is_in_no_message_of_direct_construction_either() -> None:
     assert "hunter2" not in str(caught.value)
 
 
+# --- what waits for an engine that honours it ---------------------------------------------------------------
+
+
+def test_what_no_engine_here_honours_is_refused_where_an_engine_joins() -> None:
+    load({"hash": "sha256", "weights": "sampled"}).refuse_what_waits_for_an_engine()
+    with pytest.raises(ConfigError) as caught:
+        load({"weights": "full"}, ORLOP_HASH="blake3").refuse_what_waits_for_an_engine()
+    for part in ("2 problems", "hash (from ORLOP_HASH): found 'blake3', allowed: 'sha256'", "weights: found 'full'"):
+        assert part in str(caught.value)
+
+
 # --- defaults of machine and engine -------------------------------------------------------------------------
 
 

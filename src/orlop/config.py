@@ -118,6 +118,12 @@ def _parse_policy(value: object) -> str:
     return _named_or_class(value, POLICIES, POLICIES_TO_COME, "policy")
 
 
+def _parse_tier_policy(value: object) -> str:
+    if value not in POLICIES:
+        raise ValueError(f"{', '.join(POLICIES)}: the policy of a store is its own")
+    return str(value)
+
+
 def _parse_type(value: object) -> str:
     if value == "fs":
         raise ValueError("'files', which is what vLLM's 'fs' is called here")
@@ -200,7 +206,9 @@ class TierConfig(_Settings):
         default="through", description="`through`: chunks are kept as soon as host memory has them; `off`: read only"
     )
     store_after: Count = Field(default=1, description="keep a chunk only when it is offered for the n-th time")
-    policy: Policy = Field(default="lru", description="who leaves when it is full")
+    policy: Annotated[str, BeforeValidator(_parse_tier_policy)] = Field(
+        default="lru", description="who leaves when it is full: `lru`; a store of your own decides for itself"
+    )
     required: StrictBool = Field(
         default=False, description="true: unreachable at start is an error, not an open breaker"
     )
@@ -235,7 +243,7 @@ class OrlopConfig(_Settings):
     )
     offload_decode: StrictBool = Field(default=True, description="also chunks that generated tokens fill")
     hash: Literal["sha256", "blake3"] | None = Field(
-        default=None, description="hash of the embedded engine's blocks; unset: the engine's own choice"
+        default=None, description="hash of the embedded engine's blocks: `sha256`; unset: the engine's own choice"
     )
     tiers: tuple[TierConfig, ...] = Field(
         default=(), description="secondary tiers, in the order in which they are asked"
@@ -252,9 +260,13 @@ class OrlopConfig(_Settings):
         default=False, description="true: what was stored before a cache reset is served after it (same weights only)"
     )
     weights: Literal["sampled", "full"] = Field(
-        default="sampled", description="how weights are told apart: pages of each file, or all their bytes"
+        default="sampled", description="how files of weights are told apart: by pages of each (`sampled`)"
     )
-    weights_id: Text = Field(default=None, description="a name for the weights, instead of looking at files")
+    weights_id: Text = Field(
+        default=None,
+        description="a name for the weights, that changes whenever they do: what is stored under another is not "
+        "served; weights that are not files need one for tiers",
+    )
     io_process: StrictBool = Field(default=True, description="false: tier I/O by threads of the engine's process")
 
     _from_env: Mapping[str, str] = PrivateAttr(default_factory=dict)
@@ -293,6 +305,19 @@ class OrlopConfig(_Settings):
     def origins(self) -> Mapping[str, str]:
         """Where each setting comes from: ``default``, ``config`` or the name of a variable."""
         return {key: self._from_env.get(key, "config" if is_set else "default") for key, _, is_set in _flat(self)}
+
+    def refuse_what_waits_for_an_engine(self) -> None:
+        """``ConfigError`` for a setting that only an engine can honour, and no engine here does yet."""
+        waiting = [
+            Problem(key, f"found {value!r}, allowed: {allowed}; {value!r} is known but not there yet")
+            for key, value, there, allowed in (
+                ("hash", self.hash, (None, "sha256"), "'sha256', or leave it out"),
+                ("weights", self.weights, ("sampled",), "'sampled', or leave it out"),
+            )
+            if value not in there
+        ]
+        if waiting:
+            raise ConfigError(_report(waiting, self._from_env, "config"))
 
     def chunk_blocks(self, groups: Sequence[KVGroup], block_bytes: int) -> int:
         """Blocks per chunk for an engine: as set, or worked out by ``auto_blocks_per_chunk``.

@@ -17,6 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from orlop.config import OrlopConfig, TierConfig, default_host_bytes, memory_limit_bytes
@@ -59,8 +60,9 @@ class OffloadingConnector:
     """One half of the connector. All calls come from the engine's thread of that half's process."""
 
     def __init__(self, config: OrlopConfig, spec: EngineSpec, clock: Callable[[], float]) -> None:
+        config.refuse_what_waits_for_an_engine()
         self.config = config
-        self.spec = spec
+        self.spec = _named(spec, config.weights_id)
         self._clock = clock
         self._region: HostRegion | None = None
         self._scheduler_half: OffloadingConnectorScheduler | None = None
@@ -332,6 +334,13 @@ class OffloadingConnector:
 
 def _settings(config: OrlopConfig | Mapping[str, Any] | None) -> OrlopConfig:
     return config if isinstance(config, OrlopConfig) else OrlopConfig.load(config)
+
+
+def _named(spec: EngineSpec, weights_id: str | None) -> EngineSpec:
+    """What an engine says of itself, and what its user calls its weights: a name tells them apart from others."""
+    if weights_id is None:
+        return spec
+    return replace(spec, identity={**spec.identity, "weights_id": weights_id}, persistent=True)
 
 
 def _mtime(path: str) -> float:

@@ -87,6 +87,12 @@ def traffic(engine: Engine, rng: random.Random, count: int) -> None:
         ({"host": {"bytes": 8192}}, r"host.bytes: found 8192 bytes, which is 2 chunks of 4096 .* set it to 16384"),
         ({"tokens_per_chunk": 8}, "tokens_per_chunk: found beside blocks_per_chunk"),
         ({"blocks_per_chunk": None, "tokens_per_chunk": 6}, "tokens_per_chunk: found 6, allowed: a multiple of"),
+        ({"hash": "blake3"}, "hash: found 'blake3', allowed: 'sha256', or leave it out; 'blake3' is known but not"),
+        ({"weights": "full"}, "weights: found 'full', allowed: 'sampled', .* known but not there yet"),
+        (
+            {"tiers": [{"type": "files", "path": "/tmp", "bytes": "1GB", "policy": "m:P"}]},
+            "tiers.0.policy: found 'm:P'",
+        ),
         ({"host": {"bytes": 98304, "policy": "no_such_module:Policy"}}, "no_such_module"),
         ({"tiers": [{"type": "files", "path": "/tmp"}]}, "tiers.0.bytes"),
         ({"tiers": [{"type": "fils", "path": "/tmp", "bytes": "1GB"}]}, "did you mean files"),
