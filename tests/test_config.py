@@ -147,6 +147,11 @@ def test_a_tier_that_is_known_but_not_built_says_what_there_is(kind: str) -> Non
     assert "allowed: files" in refusal({"tiers": [{"type": kind}]})
 
 
+def test_a_bound_too_small_for_files_is_refused_before_anything_starts() -> None:
+    assert "tiers.0.bytes: found '1MB', allowed: '1MiB' or more" in refusal({"files": {"path": "/a", "bytes": "1MB"}})
+    assert load({"tiers": [{"type": "my.stores:Tape", "bytes": 1}]}).tiers[0].bytes == 1
+
+
 def test_a_class_of_the_users_own_is_accepted_as_tier_and_as_policy() -> None:
     config = load({"tiers": [{"type": "my.stores:Tape"}], "host": {"policy": "my.policies:Random"}})
     assert config.tiers[0].type == "my.stores:Tape"
@@ -176,6 +181,7 @@ def test_two_tiers_in_one_directory_are_refused(other: str) -> None:
         {"tiers": [FILES | {"deadline": {"lookup": None}}]},
         {"tiers": [FILES | {"threads": 0}]},
         {"tiers": [FILES | {"queue_bytes": 0}]},
+        {"tiers": [FILES | {"bytes": "1MB"}]},
         {"tiers": [FILES | {"path": ""}]},
         {"tiers": [FILES | {"path": 3}]},
         {"files": "/cache"},
@@ -201,7 +207,7 @@ def test_settings_that_are_no_mapping_are_refused() -> None:
 
 def test_variables_win_and_are_remembered_as_the_origin() -> None:
     config = load(
-        {"host": {"bytes": "1GB"}, "offload_decode": True, "files": {"path": "/a", "bytes": 1}},
+        {"host": {"bytes": "1GB"}, "offload_decode": True, "files": {"path": "/a", "bytes": "1MiB"}},
         ORLOP_HOST_BYTES="64GB",
         ORLOP_OFFLOAD_DECODE="false",
         ORLOP_BLOCKS_PER_CHUNK="4",

@@ -41,6 +41,7 @@ POLICIES_TO_COME = ("arc", "s3fifo", "sieve")
 
 CHUNK_BYTES_WANTED = 512 * 1024
 CHUNK_TOKENS_AT_MOST = 256
+FILES_BYTES_AT_LEAST = 1 << 20
 
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _SECRET = re.compile(r"secret|password|token$|access_key|credential", re.IGNORECASE)
@@ -200,7 +201,9 @@ class TierConfig(_Settings):
     )
     path: Text = Field(default=None, validate_default=True, description="its directory; required for `files`")
     bytes: Annotated[int | None, BeforeValidator(lambda v: None if v is None else parse_size(v))] = Field(
-        default=None, validate_default=True, description="the bound on what it keeps; required for `files`"
+        default=None,
+        validate_default=True,
+        description="the bound on what it keeps; required for `files`, and 1 MiB or more there",
     )
     write: Annotated[Literal["through", "off"], BeforeValidator(_parse_write)] = Field(
         default="through", description="`through`: chunks are kept as soon as host memory has them; `off`: read only"
@@ -227,6 +230,13 @@ class TierConfig(_Settings):
         if value is None and info.data.get("type") in TIER_TYPES:
             what = "its directory" if info.field_name == "path" else "a bound like '1TB': no tier grows without one"
             raise ValueError(f"{what} (required for type {info.data['type']!r})")
+        return value
+
+    @field_validator("bytes")
+    @classmethod
+    def _enough(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("type") == "files" and value < FILES_BYTES_AT_LEAST:
+            raise ValueError("'1MiB' or more for type 'files'")
         return value
 
 
@@ -589,7 +599,7 @@ def _translate_tier(index: int, tier: dict[str, Any], refuse: Any) -> dict[str, 
         tier.setdefault("threads", sum(threads))  # one pool serves both ways: as many threads altogether
     if kind == "fs" and "bytes" not in tier:
         refuse(where + "bytes", None, "its fs tier grows without a bound, here bytes is required: add 'bytes': '1TB'")
-        tier["bytes"] = 1  # said once
+        tier["bytes"] = FILES_BYTES_AT_LEAST  # said once
     if kind == "obj":
         for key in ("store_config", "prefix"):
             tier.pop(key, None)  # the type itself is refused

@@ -296,10 +296,10 @@ class OffloadingConnector:
         spec = StoreSpec(STORES.get(tier.type, tier.type), {k: v for k, v in kwargs.items() if v is not None})
         runner = TierRunner(options, region, spec, io_process=self.config.io_process, clock=self._clock)
         try:
-            trouble = runner.wait_ready(TIER_START_TIMEOUT_S)
+            trouble = _wait_ready(runner, f"tiers.{index}")
             if trouble and tier.required:
                 raise TierUnavailable(
-                    f"tier {name}: found it unavailable ({trouble}), expected it reachable since it is required; "
+                    f"tiers.{index}: found it unavailable ({trouble}), expected it reachable since it is required; "
                     "mend it, or set required to false to start without it"
                 )
         except BaseException:
@@ -341,6 +341,15 @@ def _named(spec: EngineSpec, weights_id: str | None) -> EngineSpec:
     if weights_id is None:
         return spec
     return replace(spec, identity={**spec.identity, "weights_id": weights_id}, persistent=True)
+
+
+def _wait_ready(runner: TierRunner, key: str) -> str | None:
+    """Why the tier of ``key`` is not open, if it is not; a refusal names the full key of the setting it is about."""
+    try:
+        return runner.wait_ready(TIER_START_TIMEOUT_S)
+    except ConfigError as error:
+        setting = str(error).partition(":")[0]
+        raise ConfigError(f"{key}.{error}" if setting in TierConfig.model_fields else f"{key}: {error}") from error
 
 
 def _mtime(path: str) -> float:

@@ -257,11 +257,46 @@ def mounted(request: pytest.FixtureRequest, where: Path, options: str) -> None:
 
 @pytest.mark.fault("B220")
 @pytest.mark.usefixtures("nothing_left")
-def test_a_file_where_the_directory_should_be_refuses_the_start(tmp_path: Path) -> None:
+def test_a_file_where_the_directory_should_be_refuses_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "taken").write_text("here already", encoding="ascii")
-    with pytest.raises(ConfigError, match=r"found a file at .*taken"):
+    with pytest.raises(ConfigError, match=rf"^tiers\.0\.path: found a file at {tmp_path}/taken, allowed: a directory"):
         Engine(tmp_path / "taken" / "deeper", "in-the-way", FULL, 1)
+    assert not caplog.records, "the error says it all"
     assert (tmp_path / "taken").read_text(encoding="ascii") == "here already"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (
+            "json:JSONDecoder",
+            r"^tiers\.0\.type: found 'json:JSONDecoder', which is a class of something else; allowed:",
+        ),
+        (
+            "no_such_module:Store",
+            r"^tiers\.0\.type: found 'no_such_module:Store', which cannot be imported .*; allowed:",
+        ),
+        ("real_stores:Picky", r"^tiers\.0: found no moon, expected a full one"),
+    ],
+)
+def test_a_store_that_can_never_be_made_is_one_error_that_names_the_setting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        Engine(tmp_path, "never", FULL, 1, {"type": kind})
+    assert "Error:" not in str(caught.value)
+    assert not caplog.records, "the error says it all"
+
+
+def test_a_path_that_cannot_be_made_now_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tier = {"type": "files", "path": "/proc/nowhere", "bytes": "2MiB"}
+    with Engine(tmp_path, "nowhere", FULL, 1, tier) as engine:
+        engine.serve(PROMPT)
+        assert engine.serve(PROMPT).was_external == 40
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("tier 0:files is off for now and comes back by itself: path: found /proc/nowhere unusable")
 
 
 # --- in the middle of traffic ---------------------------------------------------------------------------------------
