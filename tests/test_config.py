@@ -163,8 +163,22 @@ def test_writing_on_eviction_is_known_but_not_there_yet() -> None:
     assert "'evicted' is known but not there yet" in refusal({"tiers": [FILES | {"write": "evicted"}]})
 
 
-@pytest.mark.parametrize("other", ["/cache", "/cache/", "/a/../cache"])
-def test_two_tiers_in_one_directory_are_refused(other: str) -> None:
+@pytest.mark.parametrize(("written", "meant"), [("~/x", "/homes/me/x"), ("~", "/homes/me"), ("./~/x", "./~/x")])
+def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch, written: str, meant: str) -> None:
+    monkeypatch.setenv("HOME", "/homes/me")
+    assert load({"tiers": [FILES | {"path": written}]}).tiers[0].path == meant
+    assert load({"tiers": [FILES]}, ORLOP_TIERS_0_PATH=written).tiers[0].path == meant
+
+
+def test_a_home_that_nobody_has_is_no_directory_name() -> None:
+    assert "tiers.0.path: found '~nobody-has-this/x', allowed: a path; nobody's home" in refusal(
+        {"tiers": [FILES | {"path": "~nobody-has-this/x"}]}
+    )
+
+
+@pytest.mark.parametrize("other", ["/cache", "/cache/", "/a/../cache", "~/cache"])
+def test_two_tiers_in_one_directory_are_refused(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
+    monkeypatch.setenv("HOME", "/")
     assert "the path of tiers.0; allowed: one tier per directory" in refusal(
         {"tiers": [FILES, FILES | {"path": other}]}
     )

@@ -145,6 +145,15 @@ def _parse_text(value: object) -> str | None:
     return value
 
 
+def _parse_path(value: object) -> str | None:
+    """``~`` and ``~name`` at the beginning are homes: no shell has been here before."""
+    text = _parse_text(value)
+    path = os.path.expanduser(text) if text else text
+    if path and path.startswith("~"):
+        raise ValueError("a path; nobody's home is known by that name, write './~...' for a directory called so")
+    return path
+
+
 Size = Annotated[int, BeforeValidator(parse_size)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds)]
 Count = Annotated[int, BeforeValidator(_parse_count)]
@@ -199,7 +208,9 @@ class TierConfig(_Settings):
     type: Annotated[str, BeforeValidator(_parse_type)] = Field(
         description="`files` (one file per chunk), or a chunk store as `module:Class`"
     )
-    path: Text = Field(default=None, validate_default=True, description="its directory; required for `files`")
+    path: Annotated[str | None, BeforeValidator(_parse_path)] = Field(
+        default=None, validate_default=True, description="its directory, `~` is your home; required for `files`"
+    )
     bytes: Annotated[int | None, BeforeValidator(lambda v: None if v is None else parse_size(v))] = Field(
         default=None,
         validate_default=True,
@@ -620,7 +631,7 @@ def _impossible(data: Mapping[str, Any]) -> list[Problem]:
         path = tier.get("path") if isinstance(tier, Mapping) else None
         if not isinstance(path, str) or not path:
             continue
-        first = seen.setdefault(os.path.abspath(path), i)
+        first = seen.setdefault(os.path.abspath(os.path.expanduser(path)), i)
         if first != i:
             problems.append(
                 Problem(
