@@ -196,7 +196,7 @@ class HostConfig(_Settings):
     bytes: Annotated[int | None, BeforeValidator(lambda v: None if v is None else parse_size(v))] = Field(
         default=None,
         description="size of the host tier, per engine, all its ranks together; unset: the smaller of a quarter "
-        "of the memory limit and four device caches",
+        "of the memory limit and four device caches, at most half of what is free, at least four chunks",
     )
     policy: Policy = Field(default="lru", description="who leaves when it is full: `lru`, or `module:Class`")
     store_after: Count = Field(default=1, description="store a chunk only when it is offered for the n-th time")

@@ -34,6 +34,7 @@ from orlop.core import (
     WorkerOutput,
 )
 from orlop.errors import ConfigError, TierUnavailable
+from orlop.host.limits import free_bytes
 from orlop.host.policies import load_policy
 from orlop.host.region import HostRegion, socket_name
 from orlop.host.tier import HostTier
@@ -202,9 +203,7 @@ class OffloadingConnector:
         block_bytes = max(sum(rank[g.index] for rank in pages) for g in self.spec.groups)
         blocks = self._stored_chunk_blocks(pages) or self.config.chunk_blocks(self.spec.groups, block_bytes)
         slot_bytes = RegionLayout(1, blocks, pages).slot_bytes
-        wanted = self.config.host.bytes
-        if wanted is None:
-            wanted = default_host_bytes(self.spec.device_cache_bytes, memory_limit_bytes())
+        wanted = self.config.host.bytes or self._default_host_bytes(LEAST_SLOTS * slot_bytes)
         slots = wanted // slot_bytes
         if slots < LEAST_SLOTS:
             raise ConfigError(
@@ -212,6 +211,12 @@ class OffloadingConnector:
                 f"{LEAST_SLOTS} or more; set it to {LEAST_SLOTS * slot_bytes} at least, or blocks_per_chunk lower"
             )
         return RegionLayout(slots, blocks, pages)
+
+    def _default_host_bytes(self, least_bytes: int) -> int:
+        """What nobody has set is never refused: not more than half of what is free, and never too little to work."""
+        wanted = default_host_bytes(self.spec.device_cache_bytes, memory_limit_bytes())
+        free = free_bytes()
+        return max(least_bytes, wanted if free is None else min(wanted, free // 2))
 
     def _stored_chunk_blocks(self, pages: tuple[tuple[int, ...], ...]) -> int | None:
         """With ``auto``, the chunk size of the newest stored namespace that equals ours in all else."""

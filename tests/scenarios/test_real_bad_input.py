@@ -158,11 +158,26 @@ def test_the_documented_line_of_configuration_keeps_files_and_serves_them(tmp_pa
 @pytest.mark.fault("B218")
 @pytest.mark.usefixtures("nothing_left")
 def test_a_host_tier_larger_than_memory_is_refused_with_the_numbers_and_the_next_start_works(tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match=r"found \d+ bytes left under .*, expected \d+ for .* lower the host tier"):
+    with pytest.raises(ResourceError, match=r"^host.bytes: found 900 TB, expected at most .*; set \d+.B or less"):
         Engine(tmp_path, "too-large", FULL, 1, settings={"host": {"bytes": "900TB"}})
     with Engine(tmp_path, "too-large", FULL, 1) as engine:
         engine.serve(PROMPT)
         assert engine.serve(PROMPT).was_external == 40
+
+
+@pytest.mark.parametrize(
+    ("device_cache_bytes", "free", "slots"),
+    [(1, 10**9, 4), (10**9, 20 * 4096, 10), (10 * 4096, 10**9, 40), (10**9, 4096, 4), (40 * 4096, None, 160)],
+)
+def test_a_size_that_nobody_set_is_never_refused_by_our_own_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device_cache_bytes: int, free: int | None, slots: int
+) -> None:
+    monkeypatch.setattr("orlop.connector.free_bytes", lambda: free)
+    says = {"device_cache_bytes": device_cache_bytes}
+    with Engine(tmp_path, "unset", FULL, 1, tiers=False, settings={"host": {}}, spec=says) as engine:
+        assert engine.connector._region is not None
+        assert engine.connector._region.layout.slots == slots
+        engine.serve(PROMPT)
 
 
 @pytest.mark.fault("B217")
