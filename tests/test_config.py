@@ -93,7 +93,7 @@ def test_the_line_of_the_first_hour() -> None:
     (tier,) = config.tiers
     assert (tier.type, tier.path, tier.bytes) == ("files", "/nvme/orlop", 10**12)
     assert (tier.deadline.lookup_s, tier.deadline.promotion_s, tier.deadline.cascade_s) == (0.2, 5.0, 30.0)
-    assert (tier.write, tier.queue_bytes, tier.direct_io, tier.threads) == ("through", 2**28, "auto", None)
+    assert (tier.write, tier.queue_bytes, tier.direct_io, tier.threads) == ("through", 2**28, "auto", 4)
 
 
 def test_a_configuration_is_frozen_and_loading_leaves_its_input_alone() -> None:
@@ -139,6 +139,12 @@ def test_every_problem_is_in_one_message_with_key_finding_and_what_is_allowed() 
         "ORLOP_HOST_BYTE: found an unknown variable (did you mean ORLOP_HOST_BYTES",
     ):
         assert part in message
+
+
+def test_what_is_refused_next_is_not_offered_as_allowed() -> None:
+    message = refusal({"fils": FILES})
+    assert "(did you mean files?); allowed: blocks_per_chunk, drain_deadline, files, hash, host," in message
+    assert not any(kind in refusal({"dsik": {}}) for kind in ("disk", "objects", "valkey"))
 
 
 @pytest.mark.parametrize("kind", ["disk", "objects", "valkey"])

@@ -227,9 +227,7 @@ class TierConfig(_Settings):
         default=False, description="true: unreachable at start is an error, not an open breaker"
     )
     deadline: DeadlineConfig = Field(default=DeadlineConfig(), description="its deadlines")
-    threads: Annotated[int | None, BeforeValidator(lambda v: None if v is None else _parse_count(v))] = Field(
-        default=None, description="threads of its I/O; unset: a measured default"
-    )
+    threads: Count = Field(default=4, description="threads of its I/O")
     queue_bytes: Size = Field(default=256 * 1024**2, description="bytes that may wait to be stored; more is dropped")
     direct_io: Literal["auto", "on", "off"] = Field(
         default="auto", description="bypass the page cache: `auto`, `on`, `off`"
@@ -680,7 +678,7 @@ def _names(model: type[BaseModel], path: Sequence[str | int]) -> Iterator[str]:
             here = _SECTIONS[part]
     yield from (_key_of(name, info) for name, info in here.model_fields.items())
     if here is OrlopConfig:
-        yield from OrlopConfig.SHORTHANDS
+        yield from TIER_TYPES
 
 
 def _report(problems: Sequence[Problem], from_env: Mapping[str, str], source: str) -> str:

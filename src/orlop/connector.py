@@ -53,7 +53,8 @@ JOIN_TIMEOUT_S = 60.0
 """How long the parts of one engine wait for each other at start."""
 TIER_START_TIMEOUT_S = 10.0
 LEAST_SLOTS = 4
-IO_THREADS = 4
+LEAST_MAX_RETIRED = 64
+"""Slots that a tier may hold past their deadline before it is out of service, where a quarter of all is less."""
 STORES = {"files": "orlop.stores.files:FilesStore"}
 
 
@@ -297,7 +298,12 @@ class OffloadingConnector:
         kwargs: dict[str, Any] = {"path": tier.path, "max_bytes": tier.bytes}
         if tier.type in STORES:
             kwargs["direct_io"] = tier.direct_io
-        options = RunnerOptions(name, queue_bytes=tier.queue_bytes, threads=tier.threads or IO_THREADS)
+        options = RunnerOptions(
+            name,
+            queue_bytes=tier.queue_bytes,
+            threads=tier.threads,
+            max_retired=max(LEAST_MAX_RETIRED, region.layout.slots // 4),
+        )
         spec = StoreSpec(STORES.get(tier.type, tier.type), {k: v for k, v in kwargs.items() if v is not None})
         runner = TierRunner(options, region, spec, io_process=self.config.io_process, clock=self._clock)
         try:

@@ -225,6 +225,19 @@ def test_a_salt_that_is_no_text_of_any_encoding_is_a_salt_like_others(tmp_path: 
         assert engine.serve(PROMPT, cache_salt="\ud801").was_external == 0
 
 
+@pytest.mark.parametrize(("slots", "most"), [(24, 64), (1000, 250)])
+def test_how_many_slots_a_tier_may_hold_follows_the_host_tier(tmp_path: Path, slots: int, most: int) -> None:
+    """What one slow tier may hold past its deadline before it is out of service."""
+    with Engine(tmp_path, "retired", FULL, 1, settings={"host": slots * 4096}) as engine:
+        assert engine.connector._region is not None
+        assert engine.connector._region.layout.slots == slots
+        tier = engine.manager.tiers[0].tier
+        tier.note_hung(most, now=0.0)
+        assert engine.stats()["breaker_state 0:files"] == 0
+        tier.note_hung(most + 1, now=0.0)
+        assert engine.stats()["breaker_state 0:files"] == 2
+
+
 # --- a start that fails in part ----------------------------------------------------------------------------------
 
 
