@@ -108,6 +108,7 @@ def test_the_table_has_a_column_per_run(trace, tmp_path, scheduling):
         (["--trace", "{dir}/missing"], "missing: cannot be read: No such file"),
         (["--trace", "{dir}/broken"], "broken, line 1: found no JSON"),
         (["--trace", "{trace}", "--device-blocks", 5], "--device-blocks: found 5, the largest request needs"),
+        (["--trace", "{trace}", "--device-blocks", 999_999_999_999], "lower num_blocks (orlop run: --device-blocks)"),
         (["--trace", "{trace}", "--config", "{dir}/missing"], "missing: cannot be read"),
         (["--trace", "{trace}", "--config", "{dir}/broken"], "broken: found no JSON"),
         (["--trace", "{trace}", "--config", "{dir}/typo"], "hots"),
@@ -128,6 +129,26 @@ def test_what_a_user_can_put_right_is_one_line_and_exit_code_2(trace, tmp_path, 
     assert ended.value.code == 2
     assert says in err
     assert (out, err.count("\norlop: "), err.startswith("orlop: ")) == ("", 0, True)
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/nope"])
+def test_a_work_dir_of_the_demo_that_cannot_be_used_is_one_line_and_exit_code_2(tmp_path, place, monkeypatch, capsys):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(sys, "argv", ["orlop", "demo", "--work-dir", str(tmp_path / place)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"orlop: --work-dir {tmp_path / place}: cannot be used: ")
+
+
+def test_a_fault_of_ours_is_a_plain_traceback():
+    program = "import sys; from orlop.cli import demo, main; demo.run_demo = None; main.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "demo"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback")
 
 
 def test_without_torch_the_extra_to_install_is_named():

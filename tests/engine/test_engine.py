@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 from engine_doubles import engine, greedy, run_checked
 
 from orlop.engine.blocks import BlockPool
-from orlop.engine.llm import EngineConfig
+from orlop.engine.llm import LLM, EngineConfig
 from orlop.engine.sequence import ROOT_DIGEST, Sequence
 from orlop.errors import ConfigError, InvariantError
 
@@ -232,3 +234,17 @@ def test_the_null_block_is_never_handed_out():
     assert 0 not in pool.allocate(4)
     with pytest.raises(InvariantError):
         pool.allocate(1)
+
+
+def test_a_kv_cache_beyond_the_memory_limit_is_refused_before_anything_is_made():
+    with pytest.raises(ConfigError, match=r"num_blocks: found 999999999999 .* expected \d+ bytes at most.* lower"):
+        LLM(EngineConfig(num_blocks=999_999_999_999))
+
+
+def test_without_torch_the_public_name_says_which_extra_to_install():
+    program = (
+        "import sys; sys.modules['torch'] = None\nimport orlop\ntry:\n    from orlop import LLM\n"
+        "except orlop.OrlopError as error:\n    print(type(error).__name__, error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "MissingExtra the embedded engine needs torch: pip install 'orlop[engine]'\n"

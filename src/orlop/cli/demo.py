@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from orlop.cli.summary import TIER, print_summary
+from orlop.errors import ConfigError
 
 SYSTEM_BLOCKS, TURN_BLOCKS, TURNS, CONVERSATIONS = 32, 20, 4, 24
 BLOCK_TOKENS, DEVICE_BLOCKS = 16, 300
@@ -33,9 +34,15 @@ def run_demo(work_dir: Path | None, conversations: int = CONVERSATIONS) -> int:
     with ExitStack() as stack:
         if work_dir is None:
             work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="orlop-demo-")))
-        work_dir.mkdir(parents=True, exist_ok=True)
         trace = work_dir / "conversations.jsonl"
-        trace.write_text("".join(json.dumps(line) + "\n" for line in workload(conversations)))
+        try:
+            work_dir.mkdir(parents=True, exist_ok=True)
+            trace.write_text("".join(json.dumps(line) + "\n" for line in workload(conversations)))
+        except OSError as error:
+            raise ConfigError(
+                f"--work-dir {work_dir}: cannot be used: {error.strerror}, expected a directory that can be written; "
+                "name another one, or leave the option out for a temporary one"
+            ) from error
         console = Console()
         console.print(
             f"{conversations} conversations of {TURNS} turns behind one system prompt, in turn. The device holds "

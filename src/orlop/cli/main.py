@@ -16,7 +16,11 @@ import typer
 from orlop.errors import OrlopError
 
 app = typer.Typer(
-    help="KV cache offloading for LLM engines.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+    help="KV cache offloading for LLM engines.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 
 

@@ -23,17 +23,11 @@ from orlop.cli.replay import RunReport, replay
 from orlop.cli.summary import print_summary, summarise
 from orlop.cli.traces import TraceRequest, read_requests
 from orlop.config import OrlopConfig
-from orlop.errors import ConfigError, MissingExtra
+from orlop.engine.llm import LLM, EngineConfig  # before torch: it says which extra brings that
+from orlop.engine.model import ModelConfig
+from orlop.errors import ConfigError
 
-try:
-    import torch
-
-    from orlop.engine.llm import LLM, EngineConfig
-    from orlop.engine.model import ModelConfig
-except ModuleNotFoundError as error:
-    if error.name != "torch":
-        raise
-    raise MissingExtra("the embedded engine needs torch: pip install 'orlop[engine]'") from error
+import torch  # isort: skip
 
 ENDED, DIFFERS, STOPPED = 0, 1, 130
 

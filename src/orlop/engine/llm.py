@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
-from orlop.config import OrlopConfig
+from orlop.config import OrlopConfig, memory_limit_bytes
 from orlop.core import EngineSpec, KVGroup
 from orlop.engine.batching import ScheduledStep, Scheduler, SchedulerHalf, StepReport
 from orlop.engine.blocks import NULL_BLOCK, BlockPool
@@ -94,6 +94,7 @@ class LLM:
         """``offload``: settings of an ``OffloadingConnector``; ``connect``: another way to make the two halves."""
         self.config = config or EngineConfig()
         self._clock = clock
+        _refuse_too_large(self.config)
         self.runner = Runner(Model(self.config.model), self.config.num_blocks, self.config.block_tokens)
         if connect is None and offload is not None:
             connect = _offloading(offload)
@@ -270,6 +271,18 @@ class LLM:
             total_s=self._clock() - seq.arrival_s,
             preemptions=seq.num_preemptions,
             aborted=seq.aborted,
+        )
+
+
+def _refuse_too_large(config: EngineConfig) -> None:
+    """``ConfigError`` for a KV cache that this process can never have."""
+    block_bytes = config.block_tokens * config.model.kv_bytes_per_token
+    found, limit = config.num_blocks * block_bytes, memory_limit_bytes()
+    if found > limit:
+        raise ConfigError(
+            f"num_blocks: found {config.num_blocks} device blocks of {block_bytes} bytes, a KV cache of {found} "
+            f"bytes, expected {limit} bytes at most, the memory limit of this process; lower num_blocks (orlop run: "
+            f"--device-blocks) to {limit // block_bytes} or less"
         )
 
 
