@@ -13,6 +13,7 @@ import pytest
 
 from orlop.cli import demo
 from orlop.cli.main import main
+from orlop.cli.stopping import stop_signals
 
 TIMEOUT_S = 120
 
@@ -151,6 +152,14 @@ def test_a_fault_of_ours_is_a_plain_traceback():
     assert done.stderr.startswith("Traceback")
 
 
+def test_settings_that_do_not_fit_the_engine_are_said_before_the_first_run(trace, tmp_path):
+    config, reference = tmp_path / "config.json", tmp_path / "reference.json"
+    config.write_text(json.dumps({"host": {"bytes": 1_000}}))
+    done = orlop("run", "--trace", trace, *SMALL, "--config", config, "--reference", reference)
+    assert (done.returncode, done.stdout, done.stderr.count("host.bytes: found 1000")) == (2, "", 1)
+    assert not reference.exists()
+
+
 def test_without_torch_the_extra_to_install_is_named():
     program = "import sys; sys.modules['torch'] = None; from orlop.cli.main import main; main()"
     done = subprocess.run(
@@ -164,27 +173,82 @@ def test_without_torch_the_extra_to_install_is_named():
     assert done.stderr == "orlop: the embedded engine needs torch: pip install 'orlop[engine]'\n"
 
 
-def test_ctrl_c_stops_with_what_was_done(trace, tmp_path):
-    long = tmp_path / "long.jsonl"
-    long.write_text(trace.read_text() * 100)
+@pytest.fixture(scope="module")
+def long_trace(trace):
+    path = trace.with_name("long.jsonl")
+    path.write_text(trace.read_text() * 100)
+    return path
+
+
+def stopped(signum, said_before, tmp_path, *arguments):
+    """Exit code and standard output of a command that gets ``signum`` once its progress says ``said_before``.
+
+    Its temporary directories must be gone afterwards.
+    """
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     ours, theirs = os.openpty()  # progress is shown to terminals only
     with os.fdopen(ours, "rb", buffering=0) as terminal:
         process = subprocess.Popen(
-            [sys.executable, "-m", "orlop", "run", "--json", "--no-compare", "--trace", str(long), *map(str, SMALL)],
+            [sys.executable, "-m", "orlop", *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=theirs,
-            env=os.environ | {"TERM": "xterm", "COLUMNS": "80"},
+            text=True,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "80", "TMPDIR": str(temporary)},
         )
         os.close(theirs)
         said = b""
-        while not re.search(rb"with offload: [1-9]\d* of 6000", said):
+        while not re.search(said_before, said):
             said += terminal.read(1024)
-        process.send_signal(signal.SIGINT)
+        assert list(temporary.iterdir())
+        process.send_signal(signum)
         out, _ = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 130, said.decode()
+    assert list(temporary.iterdir()) == []
+    return process.returncode, out
+
+
+SIGNALS = pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+
+
+@SIGNALS
+def test_a_signal_stops_the_run_with_what_was_done(long_trace, tmp_path, signum):
+    options = ("run", "--json", "--no-compare", "--trace", long_trace, *SMALL)
+    code, out = stopped(signum, rb"with offload: [1-9]\d* of 6000", tmp_path, *options)
+    assert code == 130
     summary = json.loads(out)
     assert summary["interrupted"]
     assert 1 <= summary["with_offload"]["requests"] < 6_000
+
+
+@pytest.mark.parametrize("form", ["table", "json"])
+def test_a_run_that_is_stopped_before_offload_has_no_column_for_it(long_trace, tmp_path, form):
+    options = ("run", "--trace", long_trace, *SMALL, *(["--json"] if form == "json" else []))
+    code, out = stopped(signal.SIGINT, rb"without offload: [1-9]\d* of 6000", tmp_path, *options)
+    assert code == 130
+    if form == "json":
+        summary = json.loads(out)
+        assert (summary["interrupted"], summary["with_offload"], summary["tokens"]) == (True, None, None)
+        assert 1 <= summary["without_offload"]["requests"] < 6_000
+    else:
+        assert out.replace("without offload", "").count("with offload") == 1
+        assert out.endswith("\nstopped before the run with offload\n")
+        assert "tokens computed" in out
+
+
+@SIGNALS
+def test_a_signal_stops_the_demo_and_its_process(tmp_path, signum):
+    code, out = stopped(signum, rb"without offload: [1-9]\d* of", tmp_path, "demo")
+    assert (code, out.splitlines()[-1]) == (130, "stopped")
+    assert "FAILED" not in out
+
+
+def test_the_second_signal_ends_a_run_that_does_not_stop():
+    with stop_signals() as must_stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert must_stop()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_the_demo_ends_well(tmp_path, capsys):

@@ -1,7 +1,8 @@
 """The command ``orlop``: its options, and nothing of what they do.
 
 In: the command line. Out: an exit code: 0 all well, 1 tokens differ (or the demo did not show what it should),
-2 something the user can put right, 130 stopped by Ctrl-C. Never: an import of torch before a command needs it.
+2 something the user can put right, 130 stopped by Ctrl-C or SIGTERM. Never: an import of torch before a command needs
+it.
 """
 
 from __future__ import annotations

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from rich.console import Console
 
 from orlop.cli.compare import Comparison, compare
 from orlop.cli.replay import RunReport, replay
+from orlop.cli.stopping import STOPPED, stop_signals
 from orlop.cli.summary import print_summary, summarise
 from orlop.cli.traces import TraceRequest, read_requests
 from orlop.config import OrlopConfig
@@ -29,7 +29,7 @@ from orlop.errors import ConfigError
 
 import torch  # isort: skip
 
-ENDED, DIFFERS, STOPPED = 0, 1, 130
+ENDED, DIFFERS = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +67,20 @@ def run_trace(options: RunOptions) -> int:
     )
     engine = _engine_config(options, requests)
     with ExitStack() as stack:
-        # Parsed here, so that a mistake in it is said before the first run and not after it.
+        must_stop = stack.enter_context(stop_signals())
         settings = OrlopConfig.load(_settings(options, engine, stack), source=str(options.config or "config"))
-        must_stop = stack.enter_context(_ctrl_c())
+        # Made here, so that a mistake in its settings is said before the first run and not after it.
+        llm = LLM(engine, offload=settings)
+        stack.callback(llm.shutdown)
         without = _without_offload(options, engine, requests, must_stop) if options.compare else None
-        if without is not None and without.interrupted:
-            offloaded = RunReport(interrupted=True)
-        else:
-            offloaded = _replay("with offload", LLM(engine, offload=settings), requests, options, must_stop)
-    verdict = _compare(engine, requests, without, offloaded) if without is not None else None
+        offloaded = None if must_stop() else _replay("with offload", llm, requests, options, must_stop)
+    verdict = _compare(engine, requests, without, offloaded) if without is not None and offloaded is not None else None
     summary = summarise(asdict(engine), without, offloaded, verdict)
     if options.as_json:
         print(json.dumps(summary))
     else:
         print_summary(summary)
-    if offloaded.interrupted:
+    if offloaded is None or offloaded.interrupted:
         return STOPPED
     return DIFFERS if verdict is not None and verdict.different else ENDED
 
@@ -135,22 +134,6 @@ def _read_settings(path: Path) -> Mapping[str, Any]:
 
 
 # --- runs -------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed; it ends the run between two steps. The second one ends the process."""
-    pressed: list[int] = []
-
-    def note(signum: int, frame: object) -> None:
-        pressed.append(signum)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: bool(pressed)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _replay(
