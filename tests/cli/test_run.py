@@ -160,6 +160,21 @@ def test_settings_that_do_not_fit_the_engine_are_said_before_the_first_run(trace
     assert not reference.exists()
 
 
+def test_where_no_prompt_fills_a_chunk_a_hint_says_so(tmp_path):
+    """A chunk is 256 tokens by default; with 16 blocks of 16 it is never full."""
+    path, config = tmp_path / "short.jsonl", tmp_path / "config.json"
+    path.write_text(json.dumps({"input_length": 3_200, "output_length": 1, "hash_ids": list(range(7))}))
+    config.write_text(json.dumps({"host": "8MiB"}))
+    options = ("run", "--trace", path, "--config", config, "--no-compare")
+    done = orlop(*options)
+    says = "\nno chunk was filled: a chunk is 256 tokens, the longest prompt has 100; set blocks_per_chunk\n"
+    assert (done.returncode, done.stdout.count(says)) == (0, 1), done.stdout + done.stderr
+    hint = json.loads(orlop(*options, "--json").stdout)["no_chunk_filled"]
+    assert hint == {"chunk_tokens": 256, "longest_prompt_tokens": 100}
+    config.write_text(json.dumps({"host": "8MiB", "blocks_per_chunk": 6}))
+    assert json.loads(orlop(*options, "--json").stdout)["no_chunk_filled"] is None
+
+
 def test_without_torch_the_extra_to_install_is_named():
     program = "import sys; sys.modules['torch'] = None; from orlop.cli.main import main; main()"
     done = subprocess.run(

@@ -20,9 +20,10 @@ from rich.console import Console
 from orlop.cli.compare import Comparison, compare
 from orlop.cli.replay import RunReport, replay
 from orlop.cli.stopping import STOPPED, stop_signals
-from orlop.cli.summary import print_summary, summarise
+from orlop.cli.summary import ChunksTooLong, print_summary, summarise
 from orlop.cli.traces import TraceRequest, read_requests
 from orlop.config import OrlopConfig
+from orlop.core import EngineSpec
 from orlop.engine.llm import LLM, EngineConfig  # before torch: it says which extra brings that
 from orlop.engine.model import ModelConfig
 from orlop.errors import ConfigError
@@ -74,8 +75,9 @@ def run_trace(options: RunOptions) -> int:
         stack.callback(llm.shutdown)
         without = _without_offload(options, engine, requests, must_stop) if options.compare else None
         offloaded = None if must_stop() else _replay("with offload", llm, requests, options, must_stop)
+    too_long = _chunks_too_long(settings, llm.spec(), requests, offloaded) if offloaded is not None else None
     verdict = _compare(engine, requests, without, offloaded) if without is not None and offloaded is not None else None
-    summary = summarise(asdict(engine), without, offloaded, verdict)
+    summary = summarise(asdict(engine), without, offloaded, verdict, too_long)
     if options.as_json:
         print(json.dumps(summary))
     else:
@@ -131,6 +133,19 @@ def _read_settings(path: Path) -> Mapping[str, Any]:
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: found {type(settings).__name__}, expected one JSON object of settings")
     return settings
+
+
+def _chunks_too_long(
+    settings: OrlopConfig, spec: EngineSpec, requests: list[TraceRequest], offloaded: RunReport
+) -> ChunksTooLong | None:
+    """Said where nothing was stored because no prompt is as long as a chunk."""
+    tokens_per_block = spec.groups[0].tokens_per_block
+    block_bytes = tokens_per_block * ModelConfig().kv_bytes_per_token
+    chunk_tokens = settings.chunk_blocks(spec.groups, block_bytes) * tokens_per_block
+    longest = max(len(r.prompt) for r in requests)
+    if offloaded.stats.get("store_bytes") or chunk_tokens <= longest:
+        return None
+    return ChunksTooLong(chunk_tokens, longest)
 
 
 # --- runs -------------------------------------------------------------------------------------------------
