@@ -106,16 +106,20 @@ def test_the_table_has_a_column_per_run(trace, tmp_path, scheduling):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--trace", "{dir}/missing"], "missing: cannot be read: No such file"),
+        (["--trace", "{dir}/missing"], "--trace {dir}/missing: cannot be read: No such file or directory; give a file"),
         (["--trace", "{dir}/broken"], "broken, line 1: found no JSON"),
         (["--trace", "{trace}", "--device-blocks", 5], "--device-blocks: found 5, the largest request needs"),
         (["--trace", "{trace}", "--device-blocks", 999_999_999_999], "lower num_blocks (orlop run: --device-blocks)"),
-        (["--trace", "{trace}", "--config", "{dir}/missing"], "missing: cannot be read"),
+        (["--trace", "{trace}", "--config", "{dir}/missing"], "--config {dir}/missing: cannot be read: No such"),
         (["--trace", "{trace}", "--config", "{dir}/broken"], "broken: found no JSON"),
         (["--trace", "{trace}", "--config", "{dir}/typo"], "hots"),
         (["--trace", "{trace}", "--config", "{dir}/typo", "--files-path", "{dir}"], "expected one of them"),
         (["--trace", "{trace}", "--config", "{dir}/small"], "host.bytes"),
-        (["--trace", "{trace}", "--reference", "{dir}/no/such"], "such: cannot be written"),
+        (
+            ["--trace", "{trace}", "--reference", "{dir}/no/such"],
+            "--reference {dir}/no/such: cannot be written: No such",
+        ),
+        (["--trace", "{trace}", "--reference", "{dir}/r", "--no-compare"], "found --no-compare and --reference"),
     ],
 )
 def test_what_a_user_can_put_right_is_one_line_and_exit_code_2(trace, tmp_path, arguments, says, monkeypatch, capsys):
@@ -128,7 +132,7 @@ def test_what_a_user_can_put_right_is_one_line_and_exit_code_2(trace, tmp_path, 
         main()
     out, err = capsys.readouterr()
     assert ended.value.code == 2
-    assert says in err
+    assert says.format(dir=tmp_path) in err
     assert (out, err.count("\norlop: "), err.startswith("orlop: ")) == ("", 0, True)
 
 

@@ -56,6 +56,10 @@ class RunOptions:
 
 def run_trace(options: RunOptions) -> int:
     """Run, compare, print; the exit code."""
+    if options.reference is not None and not options.compare:
+        raise ConfigError(
+            "found --no-compare and --reference, expected one of them: the reference is the run to compare with"
+        )
     # Matrices this small are faster on one thread, and copies and tier I/O want the other cores.
     torch.set_num_threads(1)
     requests = read_requests(
@@ -127,7 +131,7 @@ def _read_settings(path: Path) -> Mapping[str, Any]:
     try:
         settings = json.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}; give a JSON file of settings") from error
     except ValueError as error:
         raise ConfigError(f"{path}: found no JSON ({error}), expected one JSON object of settings") from error
     if not isinstance(settings, dict):
@@ -177,7 +181,10 @@ def _without_offload(
         try:
             options.reference.write_text(json.dumps({"fingerprint": fingerprint, "report": asdict(report)}))
         except OSError as error:
-            raise ConfigError(f"{options.reference}: cannot be written: {error.strerror}") from error
+            raise ConfigError(
+                f"--reference {options.reference}: cannot be written: {error.strerror}; give a file in a directory "
+                "that can be written"
+            ) from error
     return report
 
 
