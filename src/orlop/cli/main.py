@@ -16,6 +16,8 @@ import typer
 
 from orlop.errors import OrlopError
 
+EXAMPLE_LINE = '{"input_length": 1100, "output_length": 8, "hash_ids": [0, 1, 2]}'
+
 app = typer.Typer(
     help="KV cache offloading for LLM engines.",
     no_args_is_help=True,
@@ -47,7 +49,10 @@ def _root(
 
 @app.command()
 def run(
-    trace: Annotated[Path, typer.Option(help="A trace: Mooncake or LMCache agent JSON lines, plain or gzip.")],
+    trace: Annotated[
+        Path,
+        typer.Option(help=f"A trace: Mooncake or LMCache agent JSON lines, plain or gzip. A line: {EXAMPLE_LINE}"),
+    ],
     config: Annotated[Path | None, typer.Option(help="Settings of the offload, a JSON file.")] = None,
     files_path: Annotated[
         Path | None,
