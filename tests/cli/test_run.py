@@ -289,6 +289,13 @@ def test_the_demo_fails_where_its_tables_do_not_show_what_they_should():
     assert demo._problems(2, 0, summary, 33) == [wrong]
 
 
+def test_more_tokens_per_id_than_memory_holds_are_refused(trace):
+    done = orlop("run", "--trace", trace, "--tokens-per-trace-block", 99_999_999_999)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr
+    assert "4096" in done.stderr
+
+
 def test_version_and_help():
     assert orlop("--version").stdout.startswith("orlop")
     assert "--tokens-per-trace-block" in orlop("run", "--help").stdout

@@ -246,6 +246,8 @@ def test_the_null_block_is_never_handed_out():
 def test_a_kv_cache_beyond_the_memory_limit_is_refused_before_anything_is_made():
     with pytest.raises(ConfigError, match=r"num_blocks: found 999999999999 .* expected \d+ bytes at most.* lower"):
         LLM(EngineConfig(num_blocks=999_999_999_999))
+    with pytest.raises(ConfigError, match="lower block_tokens"):
+        LLM(EngineConfig(num_blocks=4, block_tokens=999_999_999_999))
 
 
 def test_without_torch_the_public_name_says_which_extra_to_install():

@@ -16,6 +16,7 @@ import typer
 
 from orlop.errors import OrlopError
 
+MOST_TOKENS_PER_ID = 4096
 EXAMPLE_LINE = '{"input_length": 1100, "output_length": 8, "hash_ids": [0, 1, 2]}'
 
 app = typer.Typer(
@@ -60,7 +61,8 @@ def run(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Run the first N requests only.")] = None,
     tokens_per_trace_block: Annotated[
-        int | None, typer.Option(min=1, help="Tokens each block id becomes. Default: 16 of 512, 4 of 16.")
+        int | None,
+        typer.Option(min=1, max=MOST_TOKENS_PER_ID, help="Tokens each block id becomes. Default: 16 of 512, 4 of 16."),
     ] = None,
     max_output: Annotated[int, typer.Option(min=1, help="The most tokens to generate per request.")] = 4,
     device_blocks: Annotated[

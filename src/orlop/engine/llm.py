@@ -41,6 +41,8 @@ Connect = Callable[[EngineSpec, dict[str, Tensor]], tuple[WorkerHalf, SchedulerH
 
 _instances = itertools.count()
 
+LEAST_BLOCKS = 2
+"""The null block and one that holds something."""
 SHOWN_CHARACTERS = 60
 """Of a prompt that is none, in a message."""
 
@@ -66,7 +68,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """``ConfigError`` for a number that would end in an engine which never gets anywhere."""
-        for name, least in (("num_blocks", 2), ("block_tokens", 1), ("max_step_tokens", 1), ("max_running", 1)):
+        for name, least in (
+            ("num_blocks", LEAST_BLOCKS),
+            ("block_tokens", 1),
+            ("max_step_tokens", 1),
+            ("max_running", 1),
+        ):
             found = getattr(self, name)
             if not _is_whole(found) or found < least:
                 raise ConfigError(f"{name}: found {found!r}, allowed: a whole number from {least} up")
@@ -339,10 +346,13 @@ def _refuse_too_large(config: EngineConfig) -> None:
     block_bytes = config.block_tokens * config.model.kv_bytes_per_token
     found, limit = config.num_blocks * block_bytes, memory_limit_bytes()
     if found > limit:
+        fit = limit // block_bytes
+        lower = f"num_blocks (orlop run: --device-blocks) to {fit} or less"
+        if fit < LEAST_BLOCKS:
+            lower = "block_tokens (orlop run: --block-tokens)"
         raise ConfigError(
             f"num_blocks: found {config.num_blocks} device blocks of {block_bytes} bytes, a KV cache of {found} "
-            f"bytes, expected {limit} bytes at most, the memory limit of this process; lower num_blocks (orlop run: "
-            f"--device-blocks) to {limit // block_bytes} or less"
+            f"bytes, expected {limit} bytes at most, the memory limit of this process; lower {lower}"
         )
 
 
