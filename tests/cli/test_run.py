@@ -199,7 +199,7 @@ def long_trace(trace):
     return path
 
 
-def stopped(signum, said_before, tmp_path, *arguments):
+def stopped(signum, said_before, tmp_path, *arguments, has_temporary=True):
     """Exit code and standard output of a command that gets ``signum`` once its progress says ``said_before``.
 
     Its temporary directories must be gone afterwards.
@@ -219,7 +219,7 @@ def stopped(signum, said_before, tmp_path, *arguments):
         said = b""
         while not re.search(said_before, said):
             said += terminal.read(1024)
-        assert list(temporary.iterdir())
+        assert bool(list(temporary.iterdir())) == has_temporary
         process.send_signal(signum)
         out, _ = process.communicate(timeout=TIMEOUT_S)
     assert list(temporary.iterdir()) == []
@@ -256,9 +256,16 @@ def test_a_run_that_is_stopped_before_offload_has_no_column_for_it(long_trace, t
 
 @SIGNALS
 def test_a_signal_stops_the_demo_and_its_process(tmp_path, signum):
-    code, out = stopped(signum, rb"without offload: [1-9]\d* of", tmp_path, "demo")
+    work_dir, said = tmp_path / "work", rb"without offload: [1-9]\d* of"
+    code, out = stopped(signum, said, tmp_path, "demo", "--work-dir", work_dir, has_temporary=False)
     assert (code, out.splitlines()[-1]) == (130, "stopped")
     assert "FAILED" not in out
+    assert not (work_dir / "without-offload.json").exists()  # written where the run without offload comes to its end
+
+
+def test_a_demo_that_is_stopped_leaves_nothing_behind(tmp_path):
+    code, _ = stopped(signal.SIGTERM, rb"without offload: [1-9]\d* of", tmp_path, "demo")
+    assert code == 130
 
 
 def test_the_second_signal_ends_a_run_that_does_not_stop():
