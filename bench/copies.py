@@ -120,7 +120,9 @@ def measure(found: dict[str, Callable[[], object]], until: float) -> Iterator[tu
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seconds", type=float, default=20.0, help="bound of the whole run")
-    seconds_each = parser.parse_args().seconds / (len(PAGE_BYTES) * 2)
+    parser.add_argument("--short", action="store_true", help="half the time")
+    options = parser.parse_args()
+    seconds_each = options.seconds * (0.5 if options.short else 1.0) / (len(PAGE_BYTES) * 2)
     print(f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}; GB/s and ratio to memcpy")
     for page in PAGE_BYTES:
         for kind in TransferKind:

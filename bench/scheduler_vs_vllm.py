@@ -16,9 +16,11 @@ decoded tokens too. As in vLLM's engine, the objects alive after the set-up are 
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import os
 import platform
+import shutil
 import statistics
 import sys
 import tempfile
@@ -215,6 +217,7 @@ def make_rigs(sizes: EngineSizes, slots: int) -> list[Rig]:
     rigs = []
     for side in (Peer(), Ours()):
         folder = Path(tempfile.mkdtemp(prefix="orlop-bench-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         rigs.append(Rig(side, side.scheduler(sizes, slots, folder)))
     return rigs
 
