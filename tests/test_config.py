@@ -93,7 +93,7 @@ def test_the_line_of_the_first_hour() -> None:
     (tier,) = config.tiers
     assert (tier.type, tier.path, tier.bytes) == ("files", "/nvme/orlop", 10**12)
     assert (tier.deadline.lookup_s, tier.deadline.promotion_s, tier.deadline.cascade_s) == (0.2, 5.0, 30.0)
-    assert (tier.write, tier.queue_bytes, tier.direct_io, tier.threads) == ("through", 2**28, "auto", None)
+    assert (tier.write, tier.queue_bytes, tier.direct_io, tier.threads) == ("through", 2**28, "auto", 4)
 
 
 def test_a_configuration_is_frozen_and_loading_leaves_its_input_alone() -> None:
@@ -141,10 +141,21 @@ def test_every_problem_is_in_one_message_with_key_finding_and_what_is_allowed() 
         assert part in message
 
 
+def test_what_is_refused_next_is_not_offered_as_allowed() -> None:
+    message = refusal({"fils": FILES})
+    assert "(did you mean files?); allowed: blocks_per_chunk, drain_deadline, files, hash, host," in message
+    assert not any(kind in refusal({"dsik": {}}) for kind in ("disk", "objects", "valkey"))
+
+
 @pytest.mark.parametrize("kind", ["disk", "objects", "valkey"])
 def test_a_tier_that_is_known_but_not_built_says_what_there_is(kind: str) -> None:
     assert f"{kind!r} is known but not there yet" in refusal({kind: {"path": "/a", "bytes": 1}})
     assert "allowed: files" in refusal({"tiers": [{"type": kind}]})
+
+
+def test_a_bound_too_small_for_files_is_refused_before_anything_starts() -> None:
+    assert "tiers.0.bytes: found '1MB', allowed: '1MiB' or more" in refusal({"files": {"path": "/a", "bytes": "1MB"}})
+    assert load({"tiers": [{"type": "my.stores:Tape", "bytes": 1}]}).tiers[0].bytes == 1
 
 
 def test_a_class_of_the_users_own_is_accepted_as_tier_and_as_policy() -> None:
@@ -158,8 +169,22 @@ def test_writing_on_eviction_is_known_but_not_there_yet() -> None:
     assert "'evicted' is known but not there yet" in refusal({"tiers": [FILES | {"write": "evicted"}]})
 
 
-@pytest.mark.parametrize("other", ["/cache", "/cache/", "/a/../cache"])
-def test_two_tiers_in_one_directory_are_refused(other: str) -> None:
+@pytest.mark.parametrize(("written", "meant"), [("~/x", "/homes/me/x"), ("~", "/homes/me"), ("./~/x", "./~/x")])
+def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch, written: str, meant: str) -> None:
+    monkeypatch.setenv("HOME", "/homes/me")
+    assert load({"tiers": [FILES | {"path": written}]}).tiers[0].path == meant
+    assert load({"tiers": [FILES]}, ORLOP_TIERS_0_PATH=written).tiers[0].path == meant
+
+
+def test_a_home_that_nobody_has_is_no_directory_name() -> None:
+    assert "tiers.0.path: found '~nobody-has-this/x', allowed: a path; nobody's home" in refusal(
+        {"tiers": [FILES | {"path": "~nobody-has-this/x"}]}
+    )
+
+
+@pytest.mark.parametrize("other", ["/cache", "/cache/", "/a/../cache", "~/cache"])
+def test_two_tiers_in_one_directory_are_refused(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
+    monkeypatch.setenv("HOME", "/")
     assert "the path of tiers.0; allowed: one tier per directory" in refusal(
         {"tiers": [FILES, FILES | {"path": other}]}
     )
@@ -176,6 +201,7 @@ def test_two_tiers_in_one_directory_are_refused(other: str) -> None:
         {"tiers": [FILES | {"deadline": {"lookup": None}}]},
         {"tiers": [FILES | {"threads": 0}]},
         {"tiers": [FILES | {"queue_bytes": 0}]},
+        {"tiers": [FILES | {"bytes": "1MB"}]},
         {"tiers": [FILES | {"path": ""}]},
         {"tiers": [FILES | {"path": 3}]},
         {"files": "/cache"},
@@ -201,7 +227,7 @@ def test_settings_that_are_no_mapping_are_refused() -> None:
 
 def test_variables_win_and_are_remembered_as_the_origin() -> None:
     config = load(
-        {"host": {"bytes": "1GB"}, "offload_decode": True, "files": {"path": "/a", "bytes": 1}},
+        {"host": {"bytes": "1GB"}, "offload_decode": True, "files": {"path": "/a", "bytes": "1MiB"}},
         ORLOP_HOST_BYTES="64GB",
         ORLOP_OFFLOAD_DECODE="false",
         ORLOP_BLOCKS_PER_CHUNK="4",
@@ -318,6 +344,17 @@ def test_a_secret_is_in_no_message_of_direct_construction_either() -> None:
     with pytest.raises(ValidationError) as caught:
         OrlopConfig(password="hunter2")  # type: ignore[call-arg]
     assert "hunter2" not in str(caught.value)
+
+
+# --- what waits for an engine that honours it ---------------------------------------------------------------
+
+
+def test_what_no_engine_here_honours_is_refused_where_an_engine_joins() -> None:
+    load({"hash": "sha256", "weights": "sampled"}).refuse_what_waits_for_an_engine()
+    with pytest.raises(ConfigError) as caught:
+        load({"weights": "full"}, ORLOP_HASH="blake3").refuse_what_waits_for_an_engine()
+    for part in ("2 problems", "hash (from ORLOP_HASH): found 'blake3', allowed: 'sha256'", "weights: found 'full'"):
+        assert part in str(caught.value)
 
 
 # --- defaults of machine and engine -------------------------------------------------------------------------

@@ -41,6 +41,7 @@ POLICIES_TO_COME = ("arc", "s3fifo", "sieve")
 
 CHUNK_BYTES_WANTED = 512 * 1024
 CHUNK_TOKENS_AT_MOST = 256
+FILES_BYTES_AT_LEAST = 1 << 20
 
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _SECRET = re.compile(r"secret|password|token$|access_key|credential", re.IGNORECASE)
@@ -118,6 +119,12 @@ def _parse_policy(value: object) -> str:
     return _named_or_class(value, POLICIES, POLICIES_TO_COME, "policy")
 
 
+def _parse_tier_policy(value: object) -> str:
+    if value not in POLICIES:
+        raise ValueError(f"{', '.join(POLICIES)}: the policy of a store is its own")
+    return str(value)
+
+
 def _parse_type(value: object) -> str:
     if value == "fs":
         raise ValueError("'files', which is what vLLM's 'fs' is called here")
@@ -136,6 +143,15 @@ def _parse_text(value: object) -> str | None:
     if value is not None and (not isinstance(value, str) or not value):
         raise ValueError("a text that is not empty")
     return value
+
+
+def _parse_path(value: object) -> str | None:
+    """``~`` and ``~name`` at the beginning are homes: no shell has been here before."""
+    text = _parse_text(value)
+    path = os.path.expanduser(text) if text else text
+    if path and path.startswith("~"):
+        raise ValueError("a path; nobody's home is known by that name, write './~...' for a directory called so")
+    return path
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]
@@ -180,7 +196,7 @@ class HostConfig(_Settings):
     bytes: Annotated[int | None, BeforeValidator(lambda v: None if v is None else parse_size(v))] = Field(
         default=None,
         description="size of the host tier, per engine, all its ranks together; unset: the smaller of a quarter "
-        "of the memory limit and four device caches",
+        "of the memory limit and four device caches, at most half of what is free, at least four chunks",
     )
     policy: Policy = Field(default="lru", description="who leaves when it is full: `lru`, or `module:Class`")
     store_after: Count = Field(default=1, description="store a chunk only when it is offered for the n-th time")
@@ -192,22 +208,26 @@ class TierConfig(_Settings):
     type: Annotated[str, BeforeValidator(_parse_type)] = Field(
         description="`files` (one file per chunk), or a chunk store as `module:Class`"
     )
-    path: Text = Field(default=None, validate_default=True, description="its directory; required for `files`")
+    path: Annotated[str | None, BeforeValidator(_parse_path)] = Field(
+        default=None, validate_default=True, description="its directory, `~` is your home; required for `files`"
+    )
     bytes: Annotated[int | None, BeforeValidator(lambda v: None if v is None else parse_size(v))] = Field(
-        default=None, validate_default=True, description="the bound on what it keeps; required for `files`"
+        default=None,
+        validate_default=True,
+        description="the bound on what it keeps; required for `files`, and 1 MiB or more there",
     )
     write: Annotated[Literal["through", "off"], BeforeValidator(_parse_write)] = Field(
         default="through", description="`through`: chunks are kept as soon as host memory has them; `off`: read only"
     )
     store_after: Count = Field(default=1, description="keep a chunk only when it is offered for the n-th time")
-    policy: Policy = Field(default="lru", description="who leaves when it is full")
+    policy: Annotated[str, BeforeValidator(_parse_tier_policy)] = Field(
+        default="lru", description="who leaves when it is full: `lru`; a store of your own decides for itself"
+    )
     required: StrictBool = Field(
         default=False, description="true: unreachable at start is an error, not an open breaker"
     )
     deadline: DeadlineConfig = Field(default=DeadlineConfig(), description="its deadlines")
-    threads: Annotated[int | None, BeforeValidator(lambda v: None if v is None else _parse_count(v))] = Field(
-        default=None, description="threads of its I/O; unset: a measured default"
-    )
+    threads: Count = Field(default=4, description="threads of its I/O")
     queue_bytes: Size = Field(default=256 * 1024**2, description="bytes that may wait to be stored; more is dropped")
     direct_io: Literal["auto", "on", "off"] = Field(
         default="auto", description="bypass the page cache: `auto`, `on`, `off`"
@@ -219,6 +239,13 @@ class TierConfig(_Settings):
         if value is None and info.data.get("type") in TIER_TYPES:
             what = "its directory" if info.field_name == "path" else "a bound like '1TB': no tier grows without one"
             raise ValueError(f"{what} (required for type {info.data['type']!r})")
+        return value
+
+    @field_validator("bytes")
+    @classmethod
+    def _enough(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("type") == "files" and value < FILES_BYTES_AT_LEAST:
+            raise ValueError("'1MiB' or more for type 'files'")
         return value
 
 
@@ -235,7 +262,7 @@ class OrlopConfig(_Settings):
     )
     offload_decode: StrictBool = Field(default=True, description="also chunks that generated tokens fill")
     hash: Literal["sha256", "blake3"] | None = Field(
-        default=None, description="hash of the embedded engine's blocks; unset: the engine's own choice"
+        default=None, description="hash of the embedded engine's blocks: `sha256`; unset: the engine's own choice"
     )
     tiers: tuple[TierConfig, ...] = Field(
         default=(), description="secondary tiers, in the order in which they are asked"
@@ -252,9 +279,13 @@ class OrlopConfig(_Settings):
         default=False, description="true: what was stored before a cache reset is served after it (same weights only)"
     )
     weights: Literal["sampled", "full"] = Field(
-        default="sampled", description="how weights are told apart: pages of each file, or all their bytes"
+        default="sampled", description="how files of weights are told apart: by pages of each (`sampled`)"
     )
-    weights_id: Text = Field(default=None, description="a name for the weights, instead of looking at files")
+    weights_id: Text = Field(
+        default=None,
+        description="a name for the weights, that changes whenever they do: what is stored under another is not "
+        "served; weights that are not files need one for tiers",
+    )
     io_process: StrictBool = Field(default=True, description="false: tier I/O by threads of the engine's process")
 
     _from_env: Mapping[str, str] = PrivateAttr(default_factory=dict)
@@ -293,6 +324,19 @@ class OrlopConfig(_Settings):
     def origins(self) -> Mapping[str, str]:
         """Where each setting comes from: ``default``, ``config`` or the name of a variable."""
         return {key: self._from_env.get(key, "config" if is_set else "default") for key, _, is_set in _flat(self)}
+
+    def refuse_what_waits_for_an_engine(self) -> None:
+        """``ConfigError`` for a setting that only an engine can honour, and no engine here does yet."""
+        waiting = [
+            Problem(key, f"found {value!r}, allowed: {allowed}; {value!r} is known but not there yet")
+            for key, value, there, allowed in (
+                ("hash", self.hash, (None, "sha256"), "'sha256', or leave it out"),
+                ("weights", self.weights, ("sampled",), "'sampled', or leave it out"),
+            )
+            if value not in there
+        ]
+        if waiting:
+            raise ConfigError(_report(waiting, self._from_env, "config"))
 
     def chunk_blocks(self, groups: Sequence[KVGroup], block_bytes: int) -> int:
         """Blocks per chunk for an engine: as set, or worked out by ``auto_blocks_per_chunk``.
@@ -564,7 +608,7 @@ def _translate_tier(index: int, tier: dict[str, Any], refuse: Any) -> dict[str, 
         tier.setdefault("threads", sum(threads))  # one pool serves both ways: as many threads altogether
     if kind == "fs" and "bytes" not in tier:
         refuse(where + "bytes", None, "its fs tier grows without a bound, here bytes is required: add 'bytes': '1TB'")
-        tier["bytes"] = 1  # said once
+        tier["bytes"] = FILES_BYTES_AT_LEAST  # said once
     if kind == "obj":
         for key in ("store_config", "prefix"):
             tier.pop(key, None)  # the type itself is refused
@@ -585,7 +629,7 @@ def _impossible(data: Mapping[str, Any]) -> list[Problem]:
         path = tier.get("path") if isinstance(tier, Mapping) else None
         if not isinstance(path, str) or not path:
             continue
-        first = seen.setdefault(os.path.abspath(path), i)
+        first = seen.setdefault(os.path.abspath(os.path.expanduser(path)), i)
         if first != i:
             problems.append(
                 Problem(
@@ -634,7 +678,7 @@ def _names(model: type[BaseModel], path: Sequence[str | int]) -> Iterator[str]:
             here = _SECTIONS[part]
     yield from (_key_of(name, info) for name, info in here.model_fields.items())
     if here is OrlopConfig:
-        yield from OrlopConfig.SHORTHANDS
+        yield from TIER_TYPES
 
 
 def _report(problems: Sequence[Problem], from_env: Mapping[str, str], source: str) -> str:

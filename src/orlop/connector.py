@@ -17,6 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from orlop.config import OrlopConfig, TierConfig, default_host_bytes, memory_limit_bytes
@@ -33,6 +34,7 @@ from orlop.core import (
     WorkerOutput,
 )
 from orlop.errors import ConfigError, TierUnavailable
+from orlop.host.limits import free_bytes
 from orlop.host.policies import load_policy
 from orlop.host.region import HostRegion, socket_name
 from orlop.host.tier import HostTier
@@ -51,7 +53,8 @@ JOIN_TIMEOUT_S = 60.0
 """How long the parts of one engine wait for each other at start."""
 TIER_START_TIMEOUT_S = 10.0
 LEAST_SLOTS = 4
-IO_THREADS = 4
+LEAST_MAX_RETIRED = 64
+"""Slots that a tier may hold past their deadline before it is out of service, where a quarter of all is less."""
 STORES = {"files": "orlop.stores.files:FilesStore"}
 
 
@@ -59,8 +62,9 @@ class OffloadingConnector:
     """One half of the connector. All calls come from the engine's thread of that half's process."""
 
     def __init__(self, config: OrlopConfig, spec: EngineSpec, clock: Callable[[], float]) -> None:
+        config.refuse_what_waits_for_an_engine()
         self.config = config
-        self.spec = spec
+        self.spec = _named(spec, config.weights_id)
         self._clock = clock
         self._region: HostRegion | None = None
         self._scheduler_half: OffloadingConnectorScheduler | None = None
@@ -200,9 +204,7 @@ class OffloadingConnector:
         block_bytes = max(sum(rank[g.index] for rank in pages) for g in self.spec.groups)
         blocks = self._stored_chunk_blocks(pages) or self.config.chunk_blocks(self.spec.groups, block_bytes)
         slot_bytes = RegionLayout(1, blocks, pages).slot_bytes
-        wanted = self.config.host.bytes
-        if wanted is None:
-            wanted = default_host_bytes(self.spec.device_cache_bytes, memory_limit_bytes())
+        wanted = self.config.host.bytes or self._default_host_bytes(LEAST_SLOTS * slot_bytes)
         slots = wanted // slot_bytes
         if slots < LEAST_SLOTS:
             raise ConfigError(
@@ -210,6 +212,12 @@ class OffloadingConnector:
                 f"{LEAST_SLOTS} or more; set it to {LEAST_SLOTS * slot_bytes} at least, or blocks_per_chunk lower"
             )
         return RegionLayout(slots, blocks, pages)
+
+    def _default_host_bytes(self, least_bytes: int) -> int:
+        """What nobody has set is never refused: not more than half of what is free, and never too little to work."""
+        wanted = default_host_bytes(self.spec.device_cache_bytes, memory_limit_bytes())
+        free = free_bytes()
+        return max(least_bytes, wanted if free is None else min(wanted, free // 2))
 
     def _stored_chunk_blocks(self, pages: tuple[tuple[int, ...], ...]) -> int | None:
         """With ``auto``, the chunk size of the newest stored namespace that equals ours in all else."""
@@ -290,14 +298,19 @@ class OffloadingConnector:
         kwargs: dict[str, Any] = {"path": tier.path, "max_bytes": tier.bytes}
         if tier.type in STORES:
             kwargs["direct_io"] = tier.direct_io
-        options = RunnerOptions(name, queue_bytes=tier.queue_bytes, threads=tier.threads or IO_THREADS)
+        options = RunnerOptions(
+            name,
+            queue_bytes=tier.queue_bytes,
+            threads=tier.threads,
+            max_retired=max(LEAST_MAX_RETIRED, region.layout.slots // 4),
+        )
         spec = StoreSpec(STORES.get(tier.type, tier.type), {k: v for k, v in kwargs.items() if v is not None})
         runner = TierRunner(options, region, spec, io_process=self.config.io_process, clock=self._clock)
         try:
-            trouble = runner.wait_ready(TIER_START_TIMEOUT_S)
+            trouble = _wait_ready(runner, f"tiers.{index}")
             if trouble and tier.required:
                 raise TierUnavailable(
-                    f"tier {name}: found it unavailable ({trouble}), expected it reachable since it is required; "
+                    f"tiers.{index}: found it unavailable ({trouble}), expected it reachable since it is required; "
                     "mend it, or set required to false to start without it"
                 )
         except BaseException:
@@ -332,6 +345,22 @@ class OffloadingConnector:
 
 def _settings(config: OrlopConfig | Mapping[str, Any] | None) -> OrlopConfig:
     return config if isinstance(config, OrlopConfig) else OrlopConfig.load(config)
+
+
+def _named(spec: EngineSpec, weights_id: str | None) -> EngineSpec:
+    """What an engine says of itself, and what its user calls its weights: a name tells them apart from others."""
+    if weights_id is None:
+        return spec
+    return replace(spec, identity={**spec.identity, "weights_id": weights_id}, persistent=True)
+
+
+def _wait_ready(runner: TierRunner, key: str) -> str | None:
+    """Why the tier of ``key`` is not open, if it is not; a refusal names the full key of the setting it is about."""
+    try:
+        return runner.wait_ready(TIER_START_TIMEOUT_S)
+    except ConfigError as error:
+        setting = str(error).partition(":")[0]
+        raise ConfigError(f"{key}.{error}" if setting in TierConfig.model_fields else f"{key}: {error}") from error
 
 
 def _mtime(path: str) -> float:

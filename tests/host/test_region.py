@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -19,10 +20,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from orlop.config import parse_size
 from orlop.core import RegionLayout
 from orlop.errors import ConfigError, RegionError, ResourceError
 from orlop.host import region as region_module
-from orlop.host.limits import memory_limits
+from orlop.host.limits import Limit, check_room, memory_limits
 from orlop.host.region import HostRegion, socket_name
 
 LAYOUT = RegionLayout(slots=8, blocks_per_chunk=2, page_bytes=((5000, 3000), (4096, 3000)))
@@ -175,7 +177,7 @@ def test_close_is_idempotent_and_leaves_old_views_alone(plain: bool) -> None:
 
 def test_a_region_larger_than_the_machine_is_refused_with_the_numbers(name: str) -> None:
     huge = RegionLayout(1 << 30, 16, ((1 << 20,),))
-    with pytest.raises(ResourceError, match=r"found \d+ bytes left under .*, expected \d+ for 1073741824 slots"):
+    with pytest.raises(ResourceError, match=r"^host.bytes: found 18.0 PB, expected at most .*B, .* free here"):
         HostRegion.create(huge, name=name)
     HostRegion.create(LAYOUT, name=name).close()  # the name is free again
 
@@ -185,10 +187,35 @@ def test_locked_memory_counts_only_where_it_is_going_to_be_locked() -> None:
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, hard))
     try:
         HostRegion.create(LAYOUT).close()
-        with pytest.raises(ResourceError, match="65536 bytes left under RLIMIT_MEMLOCK"):
+        with pytest.raises(ResourceError, match=r"at most 65.5 kB, .*\(RLIMIT_MEMLOCK\); set \d\dkB or less"):
             HostRegion.create(LAYOUT, pinned=True)
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("free", "said"),
+    [
+        (21_312_000_000, "expected at most 21.3 GB, which is what is free here (a limit); set 21GB or less"),
+        (1_999_000_000, "expected at most 2.00 GB, which is what is free here (a limit); set 1998MB or less"),
+        (300_000_000, "expected at most 300 MB, which is what is free here (a limit); set 299MB or less"),
+        (900, "expected at most 900 B, which is what is free here (a limit); one chunk has 1048576 bytes: free memory"),
+        (-5, "expected at most -5 B, which is what is free here (a limit); one chunk has 1048576 bytes: free memory"),
+    ],
+)
+def test_a_refusal_names_the_setting_and_a_size_that_works(
+    monkeypatch: pytest.MonkeyPatch, free: int, said: str
+) -> None:
+    limits = [Limit("another limit", 10**15), Limit("a limit", free)]
+    monkeypatch.setattr("orlop.host.limits.memory_limits", lambda **_: limits)
+    layout = RegionLayout(64 * 10**9 // (1 << 20), 1, ((1 << 20,),))
+    slots_bytes = layout.slots * layout.slot_bytes
+    with pytest.raises(ResourceError) as caught:
+        check_room(layout, slots_bytes + 500_000)
+    assert str(caught.value).startswith("host.bytes: found 64.0 GB, expected at most ")
+    assert said in str(caught.value)
+    if found := re.search(r"set (\w+) or less", str(caught.value)):
+        check_room(layout, parse_size(found[1]) + 500_000)  # what it says to set does fit
 
 
 def test_limits_of_both_kinds_of_cgroup_are_read(tmp_path: Path) -> None:

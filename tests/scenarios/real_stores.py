@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from orlop.core import Outcome
+from orlop.errors import ConfigError
 from orlop.stores.files import FilesStore
 from orlop.tiering.base import ChunkStore, StoredChunk
 
@@ -157,6 +158,13 @@ class RaisesAtStart(MemoryStore):
 
     def __init__(self, **settings: Any) -> None:
         raise OSError("the server refuses the connection")
+
+
+class Picky(MemoryStore):
+    """Says of its own settings that they can never work."""
+
+    def __init__(self, **settings: Any) -> None:
+        raise ConfigError("found no moon, expected a full one")
 
 
 class HangsAtStart(MemoryStore):

@@ -87,6 +87,12 @@ def traffic(engine: Engine, rng: random.Random, count: int) -> None:
         ({"host": {"bytes": 8192}}, r"host.bytes: found 8192 bytes, which is 2 chunks of 4096 .* set it to 16384"),
         ({"tokens_per_chunk": 8}, "tokens_per_chunk: found beside blocks_per_chunk"),
         ({"blocks_per_chunk": None, "tokens_per_chunk": 6}, "tokens_per_chunk: found 6, allowed: a multiple of"),
+        ({"hash": "blake3"}, "hash: found 'blake3', allowed: 'sha256', or leave it out; 'blake3' is known but not"),
+        ({"weights": "full"}, "weights: found 'full', allowed: 'sampled', .* known but not there yet"),
+        (
+            {"tiers": [{"type": "files", "path": "/tmp", "bytes": "1GB", "policy": "m:P"}]},
+            "tiers.0.policy: found 'm:P'",
+        ),
         ({"host": {"bytes": 98304, "policy": "no_such_module:Policy"}}, "no_such_module"),
         ({"tiers": [{"type": "files", "path": "/tmp"}]}, "tiers.0.bytes"),
         ({"tiers": [{"type": "fils", "path": "/tmp", "bytes": "1GB"}]}, "did you mean files"),
@@ -152,11 +158,26 @@ def test_the_documented_line_of_configuration_keeps_files_and_serves_them(tmp_pa
 @pytest.mark.fault("B218")
 @pytest.mark.usefixtures("nothing_left")
 def test_a_host_tier_larger_than_memory_is_refused_with_the_numbers_and_the_next_start_works(tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match=r"found \d+ bytes left under .*, expected \d+ for .* lower the host tier"):
+    with pytest.raises(ResourceError, match=r"^host.bytes: found 900 TB, expected at most .*; set \d+.B or less"):
         Engine(tmp_path, "too-large", FULL, 1, settings={"host": {"bytes": "900TB"}})
     with Engine(tmp_path, "too-large", FULL, 1) as engine:
         engine.serve(PROMPT)
         assert engine.serve(PROMPT).was_external == 40
+
+
+@pytest.mark.parametrize(
+    ("device_cache_bytes", "free", "slots"),
+    [(1, 10**9, 4), (10**9, 20 * 4096, 10), (10 * 4096, 10**9, 40), (10**9, 4096, 4), (40 * 4096, None, 160)],
+)
+def test_a_size_that_nobody_set_is_never_refused_by_our_own_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device_cache_bytes: int, free: int | None, slots: int
+) -> None:
+    monkeypatch.setattr("orlop.connector.free_bytes", lambda: free)
+    says = {"device_cache_bytes": device_cache_bytes}
+    with Engine(tmp_path, "unset", FULL, 1, tiers=False, settings={"host": {}}, spec=says) as engine:
+        assert engine.connector._region is not None
+        assert engine.connector._region.layout.slots == slots
+        engine.serve(PROMPT)
 
 
 @pytest.mark.fault("B217")
@@ -202,6 +223,19 @@ def test_a_salt_that_is_no_text_of_any_encoding_is_a_salt_like_others(tmp_path: 
         engine.serve(PROMPT, cache_salt="\ud800")
         assert engine.serve(PROMPT, cache_salt="\ud800").was_external == 40
         assert engine.serve(PROMPT, cache_salt="\ud801").was_external == 0
+
+
+@pytest.mark.parametrize(("slots", "most"), [(24, 64), (1000, 250)])
+def test_how_many_slots_a_tier_may_hold_follows_the_host_tier(tmp_path: Path, slots: int, most: int) -> None:
+    """What one slow tier may hold past its deadline before it is out of service."""
+    with Engine(tmp_path, "retired", FULL, 1, settings={"host": slots * 4096}) as engine:
+        assert engine.connector._region is not None
+        assert engine.connector._region.layout.slots == slots
+        tier = engine.manager.tiers[0].tier
+        tier.note_hung(most, now=0.0)
+        assert engine.stats()["breaker_state 0:files"] == 0
+        tier.note_hung(most + 1, now=0.0)
+        assert engine.stats()["breaker_state 0:files"] == 2
 
 
 # --- a start that fails in part ----------------------------------------------------------------------------------
@@ -251,11 +285,46 @@ def mounted(request: pytest.FixtureRequest, where: Path, options: str) -> None:
 
 @pytest.mark.fault("B220")
 @pytest.mark.usefixtures("nothing_left")
-def test_a_file_where_the_directory_should_be_refuses_the_start(tmp_path: Path) -> None:
+def test_a_file_where_the_directory_should_be_refuses_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "taken").write_text("here already", encoding="ascii")
-    with pytest.raises(ConfigError, match=r"found a file at .*taken"):
+    with pytest.raises(ConfigError, match=rf"^tiers\.0\.path: found a file at {tmp_path}/taken, allowed: a directory"):
         Engine(tmp_path / "taken" / "deeper", "in-the-way", FULL, 1)
+    assert not caplog.records, "the error says it all"
     assert (tmp_path / "taken").read_text(encoding="ascii") == "here already"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (
+            "json:JSONDecoder",
+            r"^tiers\.0\.type: found 'json:JSONDecoder', which is a class of something else; allowed:",
+        ),
+        (
+            "no_such_module:Store",
+            r"^tiers\.0\.type: found 'no_such_module:Store', which cannot be imported .*; allowed:",
+        ),
+        ("real_stores:Picky", r"^tiers\.0: found no moon, expected a full one"),
+    ],
+)
+def test_a_store_that_can_never_be_made_is_one_error_that_names_the_setting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        Engine(tmp_path, "never", FULL, 1, {"type": kind})
+    assert "Error:" not in str(caught.value)
+    assert not caplog.records, "the error says it all"
+
+
+def test_a_path_that_cannot_be_made_now_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tier = {"type": "files", "path": "/proc/nowhere", "bytes": "2MiB"}
+    with Engine(tmp_path, "nowhere", FULL, 1, tier) as engine:
+        engine.serve(PROMPT)
+        assert engine.serve(PROMPT).was_external == 40
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("tier 0:files is off for now and comes back by itself: path: found /proc/nowhere unusable")
 
 
 # --- in the middle of traffic ---------------------------------------------------------------------------------------

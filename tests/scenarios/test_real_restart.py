@@ -46,6 +46,7 @@ def life(path: Path, name: str, *, groups: tuple[KVGroup, ...] = FULL, ranks: in
 CHANGES: dict[str, dict[str, Any]] = {
     "identity.model": {"spec": {"identity": {"model": "other"}}},
     "identity.dtype": {"spec": {"identity": {"model": "cells", "dtype": "fp8"}}},
+    "identity.weights_id": {"settings": {"weights_id": "tuned-2"}},
     "blocks_per_chunk": {"settings": {"blocks_per_chunk": 1}},
     "groups": {"groups": HYBRID},
     "groups[0].layers[1]": {"groups": (KVGroup(0, 4, layers=("a", "z")),)},
@@ -70,6 +71,14 @@ def test_another_setting_finds_nothing_and_the_log_names_it(
     assert life(tmp_path, "as-before")[0] == 40
     assert "not served to this run" not in caplog.text
     assert life(tmp_path, "changed-again", **CHANGES[field])[0] == 40
+
+
+def test_weights_that_are_no_files_are_told_apart_by_their_name(tmp_path: Path) -> None:
+    """With a name the tiers are on; under another name nothing is served."""
+    for name, found in [("tuned-1", 0), ("tuned-2", 0), ("tuned-1", 40), ("tuned-2", 40)]:
+        settings = {"weights_id": name}
+        assert life(tmp_path, "named", spec={"persistent": False}, settings=settings)[0] == found
+    assert len([path for path in (tmp_path / "v1").iterdir() if path.name != "tmp"]) == 2
 
 
 def test_auto_takes_the_chunk_size_that_is_stored(tmp_path: Path) -> None:

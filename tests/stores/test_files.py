@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from orlop.config import FILES_BYTES_AT_LEAST
 from orlop.core import Outcome, align_up
 from orlop.errors import ConfigError, InvariantError, StoreError
 from orlop.stores import files as files_module
@@ -488,7 +489,7 @@ def test_required_direct_io_that_does_not_work_refuses_the_start(
     make: Callable[..., FilesStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse_direct(monkeypatch, "pwritev")
-    with pytest.raises(ConfigError, match=r"EINVAL.*direct_io"):
+    with pytest.raises(ConfigError, match=r"^direct_io: found .*EINVAL"):
         make(direct_io="on")
 
 
@@ -622,16 +623,23 @@ def test_answers_have_a_bounded_age_both_ways(make: Callable[..., FilesStore]) -
 
 def test_impossible_settings_refuse_the_start(make: Callable[..., FilesStore], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"found a file at .*file.*expected a directory"):
-        make(tmp_path / "file")
-    with pytest.raises(ConfigError, match="expected a directory"):
-        make(tmp_path / "file" / "below")
-    with pytest.raises(ConfigError, match="found a bound of 1000 bytes, expected at least 1048576"):
+    for path in (tmp_path / "file", tmp_path / "file" / "below" / "deeper"):
+        with pytest.raises(ConfigError, match=rf"^path: found a file at {tmp_path}/file, allowed: a directory"):
+            make(path)
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "directory" / "v1").write_text("")
+    with pytest.raises(ConfigError, match=r"found a file at .*/directory/v1, allowed"):
+        make(tmp_path / "directory")
+    with pytest.raises(ConfigError, match=r"^bytes: found 1000, allowed: 1048576 or more"):
         make(max_bytes=1000)
-    with pytest.raises(ConfigError, match="direct_io='maybe'"):
+    with pytest.raises(ConfigError, match=r"^direct_io: found 'maybe'"):
         make(direct_io="maybe")
-    with pytest.raises(StoreError, match=r"/proc/none unusable \(ENOENT"):
+    with pytest.raises(StoreError, match=r"^path: found /proc/none unusable \(ENOENT"):
         make(Path("/proc/none"))
+
+
+def test_the_least_bound_is_that_of_the_settings() -> None:
+    assert files_module.MIN_BYTES == FILES_BYTES_AT_LEAST
 
 
 @pytest.mark.fault("B036")

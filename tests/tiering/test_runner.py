@@ -486,18 +486,48 @@ def test_a_store_that_cannot_be_opened_comes_back_alone(make: Make, store: Memor
 
 def test_a_setting_that_can_never_work_is_raised(make: Make) -> None:
     rig = make(ConfigError("found bytes=0, expected more"))
-    with pytest.raises(ConfigError, match=r"1:double.*bytes=0"):
+    with pytest.raises(ConfigError, match=r"^found bytes=0, expected more$"):
         rig.runner.wait_ready(PATIENCE_S)
 
 
-@pytest.mark.parametrize("factory", ["no_such_module:x", "tier_doubles:no_such_thing", "tier_doubles", "builtins:dict"])
-def test_a_factory_that_makes_no_store_is_a_setting_that_can_never_work(factory: str) -> None:
+@pytest.mark.parametrize(
+    ("factory", "why"),
+    [
+        ("no_such_module:x", "cannot be imported"),
+        ("tier_doubles:no_such_thing", "cannot be imported"),
+        ("tier_doubles", "cannot be imported"),
+        ("json:JSONDecoder", "is a class of something else"),
+        ("builtins:list", "is a class of something else"),
+        ("builtins:globals", "makes a dict"),
+        ("builtins:id", "does not take"),
+        ("tier_doubles:ChunkStore", "is refused .*abstract"),
+    ],
+)
+def test_a_factory_that_makes_no_store_is_a_setting_that_can_never_work(
+    factory: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     rig = Rig(StoreSpec(factory))
     try:
-        with pytest.raises(ConfigError, match="store factory"):
+        with pytest.raises(ConfigError, match=rf"^type: found '{factory}', .*{why}.*; allowed: 'module:callable'"):
             rig.runner.wait_ready(PATIENCE_S)
     finally:
         rig.close()
+    assert not caplog.records, "the error says it all"
+
+
+def test_what_was_told_at_the_start_is_not_logged_once_more(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    rig = make(StoreError("nobody answers"))
+    assert rig.runner.wait_ready(PATIENCE_S) == "nobody answers"
+    assert rig.ask(keys(1))[1] is not None
+    assert rig.runner.get_stats()["breaker_state"] == 2
+    assert not caplog.records
+
+
+def test_what_nobody_was_told_is_logged(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    rig = make(StoreError("nobody answers"))
+    rig.load(keys(1))
+    rig.results()
+    assert "out of service (nobody answers)" in caplog.text
 
 
 # --- clear and shutdown -------------------------------------------------------------------------------

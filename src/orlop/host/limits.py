@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from orlop.core import RegionLayout
+from orlop.core import PAGE_BYTES, RegionLayout
 from orlop.errors import ResourceError
+
+_ROUNDING_BYTES = 3 * PAGE_BYTES
+"""Of a region's bytes those that do not grow with its slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +29,44 @@ class Limit:
 
 def check_room(layout: RegionLayout, total_bytes: int, *, pinned: bool = False) -> None:
     """``ResourceError`` with the numbers where the machine cannot give a region its ``total_bytes``."""
-    for limit in memory_limits(pinned=pinned):
-        if total_bytes > limit.available_bytes:
-            fit = max(0, limit.available_bytes // layout.slot_bytes)
-            raise ResourceError(
-                f"found {limit.available_bytes} bytes left under {limit.name}, expected {total_bytes} for "
-                f"{layout.slots} slots of {layout.slot_bytes} bytes; lower the host tier's size (about {fit} slots "
-                "fit) or raise the limit"
-            )
+    least = min(memory_limits(pinned=pinned), key=lambda limit: limit.available_bytes, default=None)
+    if least is None or total_bytes <= least.available_bytes:
+        return
+    slots_bytes = layout.slots * layout.slot_bytes
+    fitting = max(0, least.available_bytes - _ROUNDING_BYTES) * slots_bytes // total_bytes
+    if fitting < layout.slot_bytes:
+        advice = f"one chunk has {layout.slot_bytes} bytes: free memory, or raise that limit"
+    else:
+        advice = f"set {_whole_units(fitting)} or less, or raise that limit"
+    raise ResourceError(
+        f"host.bytes: found {legible_bytes(slots_bytes)}, expected at most {legible_bytes(least.available_bytes)}, "
+        f"which is what is free here ({least.name}); {advice}"
+    )
+
+
+def free_bytes() -> int | None:
+    """The least that is left under any limit now; None where nothing tells."""
+    return min((limit.available_bytes for limit in memory_limits()), default=None)
+
+
+def legible_bytes(nbytes: int) -> str:
+    """Three digits and a unit of powers of 1000: ``21.3 GB``."""
+    unit, size = _unit(nbytes, 1)
+    value = nbytes / size
+    digits = 0 if size == 1 or value >= 100 else 1 if value >= 10 else 2
+    return f"{value:.{digits}f} {unit}"
+
+
+def _whole_units(nbytes: int) -> str:
+    """As a setting is written: at most ``nbytes``, and not less by more than a tenth."""
+    unit, size = _unit(nbytes, 10)
+    return f"{nbytes // size}{unit}"
+
+
+def _unit(nbytes: int, least: int) -> tuple[str, int]:
+    """The largest unit of which ``nbytes`` holds ``least`` or more, else the byte."""
+    units = {"PB": 10**15, "TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 1000}
+    return next(((unit, size) for unit, size in units.items() if nbytes >= least * size), ("B", 1))
 
 
 def memory_limits(

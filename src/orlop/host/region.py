@@ -356,8 +356,8 @@ def _unlinked_file(nbytes: int) -> int:
     except OSError as error:
         os.close(fd)
         raise ResourceError(
-            f"found no room for a host region of {nbytes} bytes in {tempfile.gettempdir()} ({error}); lower the host "
-            "tier's size or point TMPDIR at a larger disk"
+            f"found no room for a host region of {nbytes} bytes in {tempfile.gettempdir()} ({error}); lower "
+            "host.bytes or point TMPDIR at a larger disk"
         ) from error
     return fd
 

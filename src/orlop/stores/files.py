@@ -88,7 +88,7 @@ class FilesStore(ChunkStore):
     Until the first scan of the directory is over, writes wait until ``scan_wait_s`` after the start and answer
     UNAVAILABLE from then on; reads work from the beginning.
 
-    ``ConfigError``: settings that can never work. ``StoreError``: the directory cannot be used now.
+    ``ConfigError``: settings that can never work, the setting first. ``StoreError``: the directory cannot be used now.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class FilesStore(ChunkStore):
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         if max_bytes < MIN_BYTES:
-            raise ConfigError(f"files tier: found a bound of {max_bytes} bytes, expected at least {MIN_BYTES}")
+            raise ConfigError(f"bytes: found {max_bytes}, allowed: {MIN_BYTES} or more")
         if direct_io not in ("auto", "on", "off"):
-            raise ConfigError(f"files tier: found direct_io={direct_io!r}, expected 'auto', 'on' or 'off'")
+            raise ConfigError(f"direct_io: found {direct_io!r}, allowed: 'auto', 'on' or 'off'")
         self._path = Path(path)
         self._root = self._path / LAYOUT_VERSION
         self._max_bytes = max_bytes
@@ -544,11 +544,11 @@ class FilesStore(ChunkStore):
             os.scandir(self._root).close()
         except (FileExistsError, NotADirectoryError) as error:
             raise ConfigError(
-                f"files tier: found a file at {error.filename}, expected a directory; choose another path"
+                f"path: found a file at {_in_the_way(self._root)}, allowed: a directory, or where one can be made"
             ) from error
         except OSError as error:
             raise StoreError(
-                f"files tier: found {self._path} unusable ({_named(error)}), expected a directory that can be created, "
+                f"path: found {self._path} unusable ({_named(error)}), expected a directory that can be created, "
                 "read and written; check the path, its owner and the mount"
             ) from error
 
@@ -561,8 +561,8 @@ class FilesStore(ChunkStore):
             return True  # says nothing of direct I/O; should it fail later, the fall-back comes then
         if required:
             raise ConfigError(
-                f"files tier: found direct I/O refused in {self._path} ({_named(error)}), expected it to work with "
-                "direct_io = 'on'; set 'auto' or 'off', or choose another file system"
+                f"direct_io: found 'on' and direct I/O refused in {self._path} ({_named(error)}), allowed: 'auto' or "
+                "'off', or another file system"
             ) from error
         self._say_buffered(error)
         return False
@@ -795,6 +795,11 @@ def _move_all(move: Callable[[int, list[memoryview], int], int], fd: int, buffer
             moved -= len(left.pop(0))
         if moved:
             left[0] = left[0][moved:]
+
+
+def _in_the_way(path: Path) -> Path:
+    """The part of ``path`` that is there and is no directory."""
+    return next((part for part in (path, *path.parents) if os.path.lexists(part) and not part.is_dir()), path)
 
 
 def _aligned(*buffers: memoryview) -> bool:

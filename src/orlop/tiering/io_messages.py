@@ -38,29 +38,40 @@ class StoreSpec:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self) -> ChunkStore:
-        """Import the factory and call it. ``ConfigError`` where there is no such thing; else what it raises."""
+        """Import the factory and call it. ``ConfigError`` where that can never make a store; else what it raises.
+
+        A ``ConfigError`` begins with the tier's setting that it is about and a colon, such as ``type:``; what a
+        store raises by itself may do the same.
+        """
+        make = self._factory()
+        try:
+            store = make(**self.kwargs)
+        except TypeError as e:  # an abstract class, a value of the wrong type: no better the next time
+            raise self._refused(f"whose call with {sorted(self.kwargs)} is refused ({e})") from e
+        if not isinstance(store, ChunkStore):
+            raise self._refused(f"which makes a {type(store).__name__}")
+        return store
+
+    def _factory(self) -> Callable[..., Any]:
+        """What ``factory`` names, once it is known that it can be called like this and may make a store."""
         module_name, _, name = self.factory.partition(":")
         try:
             make = getattr(importlib.import_module(module_name), name)
         except (ImportError, AttributeError, ValueError) as e:
-            raise ConfigError(
-                f"store factory: found {self.factory!r} ({e}), expected 'module:callable' that can be imported"
-            ) from e
-        self._require_fitting(make)
-        store = make(**self.kwargs)
-        if not isinstance(store, ChunkStore):
-            raise ConfigError(f"store factory {self.factory!r}: found a {type(store).__name__}, expected a ChunkStore")
-        return store
-
-    def _require_fitting(self, make: Callable[..., Any]) -> None:
-        """What cannot even be called never becomes a store, however often it is tried."""
+            raise self._refused(f"which cannot be imported ({e})") from e
+        if isinstance(make, type) and not issubclass(make, ChunkStore):
+            raise self._refused("which is a class of something else")
         try:
             inspect.signature(make).bind(**self.kwargs)
         except (TypeError, ValueError) as e:
-            raise ConfigError(
-                f"store factory: found {self.factory!r}, which does not take {sorted(self.kwargs)} ({e}), expected a "
-                "callable that takes the tier's settings by these names"
-            ) from e
+            raise self._refused(f"which does not take {sorted(self.kwargs)} ({e})") from e
+        return make  # type: ignore[no-any-return]
+
+    def _refused(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"type: found {self.factory!r}, {why}; allowed: 'module:callable' that takes the tier's settings by name "
+            "and makes a ChunkStore"
+        )
 
 
 @dataclass(frozen=True, slots=True)

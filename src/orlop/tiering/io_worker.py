@@ -31,7 +31,7 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 
 from orlop.core import PAGE_BYTES, Namespace, Outcome, RegionLayout
-from orlop.errors import ConfigError, EnvelopeError, MissingExtra, StoreError
+from orlop.errors import ConfigError, EnvelopeError, MissingExtra, OrlopError, StoreError
 from orlop.host.region import HostRegion
 from orlop.tiering import envelope
 from orlop.tiering.base import ChunkStore
@@ -64,6 +64,7 @@ MOST_TOUCHES = 256
 STATS_EVERY_S = 1.0
 CLEAR_RETRY_S = 1.0
 DELETE_BATCH = 256
+LINE_CHARACTERS = 1000
 
 KEPT_REASONS = frozenset(
     {envelope.Reason.VERSION, envelope.Reason.FOREIGN_NAMESPACE, envelope.Reason.FOREIGN_GENERATION}
@@ -88,7 +89,9 @@ def outcome_of(error: BaseException) -> Outcome:
 
 
 def one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    """For a log; the words of an error of ours are enough without the name of its class."""
+    text = str(error) if isinstance(error, OrlopError) and str(error) else f"{type(error).__name__}: {error}"
+    return text.splitlines()[0][:LINE_CHARACTERS]
 
 
 class _Job:

@@ -155,6 +155,7 @@ class TierRunner(SecondaryTierManager):
         self._namespace: Namespace | None = None
         self._closed = False
         self._was_closed = True
+        self._told: str | None = None
         self._log_again = float("-inf")
         make_pump = make_pump or Pump
         self._pump = make_pump(options, region, store, io_process=io_process, notify=notify or _nobody)
@@ -164,9 +165,18 @@ class TierRunner(SecondaryTierManager):
     def wait_ready(self, timeout_s: float) -> str | None:
         """None once the store is open; else one line on why it is not. Waits; for start-up only.
 
-        ``ConfigError``: it can never work with these settings.
+        ``ConfigError``: it can never work with these settings. What is told here the caller says; the runner does not
+        log it once more.
         """
-        return self._pump.wait_ready(timeout_s)
+        if not self._pump.wait_ready(timeout_s):
+            return f"the store did not open within {timeout_s:g} s"
+        trouble = self._pump.not_ready
+        if trouble is None:
+            return None
+        self._told = trouble.text
+        if trouble.permanent:
+            raise ConfigError(trouble.text)
+        return trouble.text
 
     @property
     def io_pid(self) -> int | None:
@@ -388,10 +398,10 @@ class TierRunner(SecondaryTierManager):
         log.warning("tier %s: a %s failed: %s", self.name, kind, report.reason)
 
     def _on_breaker(self, state: BreakerState, reason: str) -> None:
-        """One line when it opens, one when it closes; probes in between are silent."""
+        """One line when it opens, one when it closes; probes in between, and what was told at start, are silent."""
         if state is BreakerState.CLOSED:
             log.warning("tier %s: in service again", self.name)
-        elif state is BreakerState.OPEN and self._was_closed:
+        elif state is BreakerState.OPEN and self._was_closed and reason != self._told:
             log.warning("tier %s: out of service (%s); requests go on without it", self.name, reason)
         self._was_closed = state is BreakerState.CLOSED
 
@@ -456,7 +466,7 @@ class Pump:
         self._first_try = threading.Event()
         self._settled = threading.Event()
         self._decided = threading.Event()
-        self._not_ready: NotReady | None = None
+        self.not_ready: NotReady | None = None
         self._start()
 
     def _start(self) -> None:
@@ -480,16 +490,9 @@ class Pump:
         link = self._link
         return link.pid if isinstance(link, ProcessLink) else None
 
-    def wait_ready(self, timeout_s: float) -> str | None:
-        if not self._decided.wait(timeout_s):
-            return f"tier {self._options.name}: the store did not open within {timeout_s:g} s"
-        trouble = self._not_ready
-        if trouble is None:
-            return None
-        text = f"tier {self._options.name}: {trouble.text}"
-        if trouble.permanent:
-            raise ConfigError(text)
-        return text
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Whether it is known by then if the store is open; ``not_ready`` says why it is not."""
+        return self._decided.wait(timeout_s)
 
     def shutdown(self, deadline_s: float) -> None:
         if os.getpid() != self._pid:
@@ -654,7 +657,7 @@ class Pump:
                 if self._clear is not None and self._clear.number == message.number:
                     self._clear = None
         elif isinstance(message, Ready):
-            self._not_ready = None
+            self.not_ready = None
             self._decided.set()
         elif isinstance(message, NotReady):
             self._not_started(message.text, permanent=message.permanent)
@@ -662,9 +665,9 @@ class Pump:
             self.arrived.append(message)
 
     def _not_started(self, text: str, *, permanent: bool = False) -> None:
-        self._not_ready = NotReady(text, permanent)
+        trouble = self.not_ready = NotReady(text, permanent)
         self._decided.set()
-        self.arrived.append(self._not_ready)
+        self.arrived.append(trouble)
 
     def _settle(self, reason: str, *, released: bool) -> None:
         """Report all that the worker owes, in its place. Under the lock."""
