@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,9 +13,9 @@ import torch
 from engine_doubles import engine, greedy, run_checked
 
 from orlop.engine.blocks import BlockPool
-from orlop.engine.llm import EngineConfig
+from orlop.engine.llm import LLM, EngineConfig
 from orlop.engine.sequence import ROOT_DIGEST, Sequence
-from orlop.errors import ConfigError, InvariantError
+from orlop.errors import ConfigError, InvariantError, OrlopError
 
 torch.set_num_threads(1)
 
@@ -163,8 +165,15 @@ def test_after_a_reset_nothing_from_before_is_found_and_running_requests_start_o
     [
         ([], 1, "0 prompt tokens"),
         ([1], 0, "max_tokens=0"),
-        ([512], 1, "0 to 511"),
-        ([-1], 1, "0 to 511"),
+        ([1], "2", "max_tokens='2'"),
+        ([1, 512], 1, "found token id 512, expected ids from 0 to 511"),
+        ([-1], 1, "found token id -1"),
+        ("hello", 1, "found the prompt 'hello', expected a list of token ids"),
+        (b"hello", 1, "expected a list of token ids"),
+        (3, 1, "found the prompt 3, expected a list of token ids"),
+        ([1.5, 2], 1, "expected a list of token ids"),
+        ([[1, 2]], 1, "expected a list of token ids"),
+        ([None] * 100, 1, r"found the prompt \[None.{55}\.\.\.,"),
         ([1] * 100, 1, "num_blocks=8"),
     ],
 )
@@ -232,3 +241,54 @@ def test_the_null_block_is_never_handed_out():
     assert 0 not in pool.allocate(4)
     with pytest.raises(InvariantError):
         pool.allocate(1)
+
+
+def test_a_kv_cache_beyond_the_memory_limit_is_refused_before_anything_is_made():
+    with pytest.raises(ConfigError, match=r"num_blocks: found 999999999999 .* expected \d+ bytes at most.* lower"):
+        LLM(EngineConfig(num_blocks=999_999_999_999))
+    with pytest.raises(ConfigError, match="lower block_tokens"):
+        LLM(EngineConfig(num_blocks=4, block_tokens=999_999_999_999))
+
+
+def test_without_torch_the_public_name_says_which_extra_to_install():
+    program = (
+        "import sys; sys.modules['torch'] = None\nimport orlop\ntry:\n    from orlop import LLM\n"
+        "except orlop.OrlopError as error:\n    print(type(error).__name__, error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "MissingExtra the embedded engine needs torch: pip install 'orlop[engine]'\n"
+
+
+@pytest.mark.parametrize("prompts", ["hello", ["hello"], [1, 2, 3], [[1.5, 2]], [[1], [512]], 7, None])
+def test_generate_refuses_what_are_no_prompts_and_leaves_nothing_queued(prompts):
+    llm = engine()
+    with pytest.raises(ConfigError, match="expected"):
+        llm.generate(prompts, 2)
+    assert not llm.has_work()
+    assert [len(r.tokens) for r in llm.generate([[1], np.array([2, 3]), torch.tensor([4])], 2)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "least"),
+    [
+        ("num_blocks", [-1, 0, 1, 2.0, True, None], 2),
+        ("block_tokens", [-1, 0, "16"], 1),
+        ("max_step_tokens", [-1, 0], 1),
+        ("max_running", [-1, 0], 1),
+        ("idle_wait_s", [-0.1, float("nan"), "1"], 0),
+        ("drain_deadline_s", [-1, float("inf")], 0),
+    ],
+)
+def test_a_number_with_which_the_engine_would_stand_still_is_refused(name, values, least):
+    for value in values:
+        with pytest.raises(ConfigError, match=rf"{name}: found {value!r}, allowed: .* from {least} up"):
+            EngineConfig(**{name: value})
+    assert getattr(EngineConfig(**{name: least}), name) == least
+
+
+def test_after_shutdown_no_request_is_taken():
+    llm = engine()
+    llm.shutdown()
+    for ask in (lambda: llm.add_request([1], 1), lambda: llm.generate([[1]], 1), lambda: llm.generate([], 1)):
+        with pytest.raises(OrlopError, match="shut down"):
+            ask()

@@ -1,7 +1,8 @@
 """``orlop demo``: what is stored by one process is used by the next one.
 
 In: a directory. Out: a table per process, an exit code: 0 where both generated the tokens of a run without offload
-and the second one loaded from the files of the first. Never: a claim that the tables do not show.
+and the second one loaded from the files of the first, 130 where it was stopped. Never: a claim that the tables do
+not show.
 
 The workload is a chat service in small: one system prompt, many conversations whose turns take turns, a device
 cache that holds a fraction of them.
@@ -10,10 +11,11 @@ cache that holds a fraction of them.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
@@ -21,7 +23,9 @@ from typing import Any
 
 from rich.console import Console
 
+from orlop.cli.stopping import STOPPED, stop_signals
 from orlop.cli.summary import TIER, print_summary
+from orlop.errors import ConfigError
 
 SYSTEM_BLOCKS, TURN_BLOCKS, TURNS, CONVERSATIONS = 32, 20, 4, 24
 BLOCK_TOKENS, DEVICE_BLOCKS = 16, 300
@@ -30,12 +34,25 @@ PROCESS_DEADLINE_S = 300
 
 def run_demo(work_dir: Path | None, conversations: int = CONVERSATIONS) -> int:
     """Write the workload, run it in two processes, print what each did; the exit code."""
+    running: list[subprocess.Popen[str]] = []
+
+    def interrupt() -> None:
+        for process in running:
+            process.send_signal(signal.SIGINT)
+
     with ExitStack() as stack:
+        must_stop = stack.enter_context(stop_signals(hand_on=interrupt))
         if work_dir is None:
             work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="orlop-demo-")))
-        work_dir.mkdir(parents=True, exist_ok=True)
         trace = work_dir / "conversations.jsonl"
-        trace.write_text("".join(json.dumps(line) + "\n" for line in workload(conversations)))
+        try:
+            work_dir.mkdir(parents=True, exist_ok=True)
+            trace.write_text("".join(json.dumps(line) + "\n" for line in workload(conversations)))
+        except OSError as error:
+            raise ConfigError(
+                f"--work-dir {work_dir}: cannot be used: {error.strerror}, expected a directory that can be written; "
+                "name another one, or leave the option out for a temporary one"
+            ) from error
         console = Console()
         console.print(
             f"{conversations} conversations of {TURNS} turns behind one system prompt, in turn. The device holds "
@@ -43,13 +60,20 @@ def run_demo(work_dir: Path | None, conversations: int = CONVERSATIONS) -> int:
         )
         problems: list[str] = []
         for number, what in enumerate(("stores", "starts from the files of the first"), start=1):
+            if must_stop():
+                break
             console.print(f"\nProcess {number} {what}:")
-            summary, exit_code = _run_process(trace, work_dir)
+            summary, exit_code = _run_process(trace, work_dir, running, must_stop)
+            if must_stop():
+                break
             if summary is None:
                 problems.append(f"process {number} ended with exit code {exit_code} and no result")
                 break
             print_summary(summary)
             problems += _problems(number, exit_code, summary, conversations * TURNS)
+        if must_stop():
+            console.print("stopped")
+            return STOPPED
         for problem in problems:
             console.print(f"FAILED: {problem}")
         return 1 if problems else 0
@@ -70,17 +94,32 @@ def workload(conversations: int = CONVERSATIONS) -> Iterator[dict[str, Any]]:
             }
 
 
-def _run_process(trace: Path, work_dir: Path) -> tuple[Mapping[str, Any] | None, int]:
-    """One ``orlop run`` in its own process: its summary (None: it had none) and its exit code."""
+def _run_process(
+    trace: Path, work_dir: Path, running: list[subprocess.Popen[str]], must_stop: Callable[[], bool]
+) -> tuple[Mapping[str, Any] | None, int]:
+    """One ``orlop run`` in its own process: its summary (None: it had none) and its exit code.
+
+    It stands in ``running`` while it runs. Its process group is its own, so that Ctrl-C reaches it once: by us.
+    """
     command = [sys.executable, "-m", "orlop", "run", "--json", "--trace", str(trace)]
     command += ["--files-path", str(work_dir / "files"), "--reference", str(work_dir / "without-offload.json")]
     command += ["--tokens-per-trace-block", str(BLOCK_TOKENS), "--block-tokens", str(BLOCK_TOKENS)]
     command += ["--device-blocks", str(DEVICE_BLOCKS), "--max-output", "8"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=PROCESS_DEADLINE_S, check=False)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
+        running.append(process)
+        if must_stop():  # the signal came before it stood there
+            process.send_signal(signal.SIGINT)
+        try:
+            out, _ = process.communicate(timeout=PROCESS_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out = ""
+        finally:
+            running.remove(process)
     try:
-        return json.loads(done.stdout), done.returncode
+        return json.loads(out), process.returncode
     except ValueError:
-        return None, done.returncode
+        return None, process.returncode
 
 
 def _problems(number: int, exit_code: int, summary: Mapping[str, Any], requests: int) -> list[str]:

@@ -1,7 +1,8 @@
 """The command ``orlop``: its options, and nothing of what they do.
 
 In: the command line. Out: an exit code: 0 all well, 1 tokens differ (or the demo did not show what it should),
-2 something the user can put right, 130 stopped by Ctrl-C. Never: an import of torch before a command needs it.
+2 something the user can put right, 130 stopped by Ctrl-C or SIGTERM. Never: an import of torch before a command needs
+it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,15 @@ import typer
 
 from orlop.errors import OrlopError
 
+MOST_TOKENS_PER_ID = 4096
+EXAMPLE_LINE = '{"input_length": 1100, "output_length": 8, "hash_ids": [0, 1, 2]}'
+
 app = typer.Typer(
-    help="KV cache offloading for LLM engines.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+    help="KV cache offloading for LLM engines.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 
 
@@ -42,7 +50,10 @@ def _root(
 
 @app.command()
 def run(
-    trace: Annotated[Path, typer.Option(help="A trace: Mooncake or LMCache agent JSON lines, plain or gzip.")],
+    trace: Annotated[
+        Path,
+        typer.Option(help=f"A trace: Mooncake or LMCache agent JSON lines, plain or gzip. A line: {EXAMPLE_LINE}"),
+    ],
     config: Annotated[Path | None, typer.Option(help="Settings of the offload, a JSON file.")] = None,
     files_path: Annotated[
         Path | None,
@@ -50,7 +61,8 @@ def run(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Run the first N requests only.")] = None,
     tokens_per_trace_block: Annotated[
-        int | None, typer.Option(min=1, help="Tokens each block id becomes. Default: 16 of 512, 4 of 16.")
+        int | None,
+        typer.Option(min=1, max=MOST_TOKENS_PER_ID, help="Tokens each block id becomes. Default: 16 of 512, 4 of 16."),
     ] = None,
     max_output: Annotated[int, typer.Option(min=1, help="The most tokens to generate per request.")] = 4,
     device_blocks: Annotated[

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,22 +19,18 @@ from rich.console import Console
 
 from orlop.cli.compare import Comparison, compare
 from orlop.cli.replay import RunReport, replay
-from orlop.cli.summary import print_summary, summarise
+from orlop.cli.stopping import STOPPED, stop_signals
+from orlop.cli.summary import ChunksTooLong, print_summary, summarise
 from orlop.cli.traces import TraceRequest, read_requests
 from orlop.config import OrlopConfig
-from orlop.errors import ConfigError, MissingExtra
+from orlop.core import EngineSpec
+from orlop.engine.llm import LLM, EngineConfig  # before torch: it says which extra brings that
+from orlop.engine.model import ModelConfig
+from orlop.errors import ConfigError
 
-try:
-    import torch
+import torch  # isort: skip
 
-    from orlop.engine.llm import LLM, EngineConfig
-    from orlop.engine.model import ModelConfig
-except ModuleNotFoundError as error:
-    if error.name != "torch":
-        raise
-    raise MissingExtra("the embedded engine needs torch: pip install 'orlop[engine]'") from error
-
-ENDED, DIFFERS, STOPPED = 0, 1, 130
+ENDED, DIFFERS = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +56,10 @@ class RunOptions:
 
 def run_trace(options: RunOptions) -> int:
     """Run, compare, print; the exit code."""
+    if options.reference is not None and not options.compare:
+        raise ConfigError(
+            "found --no-compare and --reference, expected one of them: the reference is the run to compare with"
+        )
     # Matrices this small are faster on one thread, and copies and tier I/O want the other cores.
     torch.set_num_threads(1)
     requests = read_requests(
@@ -73,21 +72,21 @@ def run_trace(options: RunOptions) -> int:
     )
     engine = _engine_config(options, requests)
     with ExitStack() as stack:
-        # Parsed here, so that a mistake in it is said before the first run and not after it.
+        must_stop = stack.enter_context(stop_signals())
         settings = OrlopConfig.load(_settings(options, engine, stack), source=str(options.config or "config"))
-        must_stop = stack.enter_context(_ctrl_c())
+        # Made here, so that a mistake in its settings is said before the first run and not after it.
+        llm = LLM(engine, offload=settings)
+        stack.callback(llm.shutdown)
         without = _without_offload(options, engine, requests, must_stop) if options.compare else None
-        if without is not None and without.interrupted:
-            offloaded = RunReport(interrupted=True)
-        else:
-            offloaded = _replay("with offload", LLM(engine, offload=settings), requests, options, must_stop)
-    verdict = _compare(engine, requests, without, offloaded) if without is not None else None
-    summary = summarise(asdict(engine), without, offloaded, verdict)
+        offloaded = None if must_stop() else _replay("with offload", llm, requests, options, must_stop)
+    too_long = _chunks_too_long(settings, llm.spec(), requests, offloaded) if offloaded is not None else None
+    verdict = _compare(engine, requests, without, offloaded) if without is not None and offloaded is not None else None
+    summary = summarise(asdict(engine), without, offloaded, verdict, too_long)
     if options.as_json:
         print(json.dumps(summary))
     else:
         print_summary(summary)
-    if offloaded.interrupted:
+    if offloaded is None or offloaded.interrupted:
         return STOPPED
     return DIFFERS if verdict is not None and verdict.different else ENDED
 
@@ -132,7 +131,7 @@ def _read_settings(path: Path) -> Mapping[str, Any]:
     try:
         settings = json.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}; give a JSON file of settings") from error
     except ValueError as error:
         raise ConfigError(f"{path}: found no JSON ({error}), expected one JSON object of settings") from error
     if not isinstance(settings, dict):
@@ -140,23 +139,20 @@ def _read_settings(path: Path) -> Mapping[str, Any]:
     return settings
 
 
+def _chunks_too_long(
+    settings: OrlopConfig, spec: EngineSpec, requests: list[TraceRequest], offloaded: RunReport
+) -> ChunksTooLong | None:
+    """Said where nothing was stored because no prompt is as long as a chunk."""
+    tokens_per_block = spec.groups[0].tokens_per_block
+    block_bytes = tokens_per_block * ModelConfig().kv_bytes_per_token
+    chunk_tokens = settings.chunk_blocks(spec.groups, block_bytes) * tokens_per_block
+    longest = max(len(r.prompt) for r in requests)
+    if offloaded.stats.get("store_bytes") or chunk_tokens <= longest:
+        return None
+    return ChunksTooLong(chunk_tokens, longest)
+
+
 # --- runs -------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed; it ends the run between two steps. The second one ends the process."""
-    pressed: list[int] = []
-
-    def note(signum: int, frame: object) -> None:
-        pressed.append(signum)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: bool(pressed)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _replay(
@@ -185,7 +181,10 @@ def _without_offload(
         try:
             options.reference.write_text(json.dumps({"fingerprint": fingerprint, "report": asdict(report)}))
         except OSError as error:
-            raise ConfigError(f"{options.reference}: cannot be written: {error.strerror}") from error
+            raise ConfigError(
+                f"--reference {options.reference}: cannot be written: {error.strerror}; give a file in a directory "
+                "that can be written"
+            ) from error
     return report
 
 

@@ -7,7 +7,7 @@ do not hold.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -30,17 +30,33 @@ TIER = "loaded_tokens_from_"
 SHOWN_DIFFERENCES = 5
 
 
+@dataclass(frozen=True, slots=True)
+class ChunksTooLong:
+    """Why nothing was stored: the tokens of a chunk, and those of the longest prompt, which are fewer."""
+
+    chunk_tokens: int
+    longest_prompt_tokens: int
+
+
 def summarise(
-    engine: Mapping[str, Any], without: RunReport | None, offloaded: RunReport, verdict: Comparison | None
+    engine: Mapping[str, Any],
+    without: RunReport | None,
+    offloaded: RunReport | None,
+    verdict: Comparison | None,
+    no_chunk_filled: ChunksTooLong | None = None,
 ) -> dict[str, Any]:
-    """The mapping that ``orlop run --json`` prints. Keys say their unit; None stands for what there is none of."""
+    """The mapping that ``orlop run --json`` prints. Keys say their unit; None stands for what there is none of.
+
+    ``offloaded`` None: the run was stopped before it.
+    """
     return {
         "engine": dict(engine),
-        "interrupted": offloaded.interrupted,
+        "interrupted": offloaded is None or offloaded.interrupted,
         "without_offload": _figures(without) if without is not None else None,
-        "with_offload": _figures(offloaded),
+        "with_offload": _figures(offloaded) if offloaded is not None else None,
         "tokens": asdict(verdict) if verdict is not None else None,
-        "stats": dict(offloaded.stats),
+        "no_chunk_filled": asdict(no_chunk_filled) if no_chunk_filled is not None else None,
+        "stats": dict(offloaded.stats) if offloaded is not None else {},
     }
 
 
@@ -54,11 +70,20 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     columns: dict[str, Figures] = {name: figures for name, figures in runs.items() if figures is not None}
     for name in columns:
         table.add_column(name, justify="right")
-    for figure in summary["with_offload"]:
+    for figure in list(columns.values())[-1] if columns else ():  # the run with offload has the most figures
         table.add_row(_label(figure), *(_shown(figure, column.get(figure)) for column in columns.values()))
-    console.print(table)
-    if summary["interrupted"]:
-        console.print("stopped by Ctrl-C: the figures are of what was done until then")
+    if columns:
+        console.print(table)
+    if (hint := summary["no_chunk_filled"]) is not None:
+        console.print(
+            f"no chunk was filled: a chunk is {hint['chunk_tokens']} tokens, the longest prompt has "
+            f"{hint['longest_prompt_tokens']}; set blocks_per_chunk",
+            soft_wrap=True,
+        )
+    if summary["with_offload"] is None:
+        console.print("stopped before the run with offload")
+    elif summary["interrupted"]:
+        console.print("stopped: the figures are of what was done until then")
     if summary["tokens"] is not None:
         _print_verdict(console, summary["tokens"])
 

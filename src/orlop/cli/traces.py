@@ -35,6 +35,9 @@ import numpy as np
 
 from orlop.errors import TraceError
 
+SHOWN_CHARACTERS = 60
+"""Of a value that is wrong, in a message."""
+
 
 @dataclass(frozen=True, slots=True)
 class TraceFormat:
@@ -137,7 +140,9 @@ def read_lines(path: Path) -> Iterator[TraceLine]:
     except (OSError, EOFError, zlib.error) as error:
         where = f"{path}, after line {number}" if number else str(path)
         reason = getattr(error, "strerror", None) or str(error)
-        raise TraceError(f"{where}: cannot be read: {reason}") from error
+        raise TraceError(
+            f"--trace {where}: cannot be read: {reason}; give a file of JSON lines, plain or gzip, that is whole"
+        ) from error
 
 
 def prompt_of(line: TraceLine, tokens_per_block: int, vocab_size: int) -> list[int]:
@@ -176,8 +181,16 @@ def _parsed(line: bytes, where: str, number: int) -> TraceLine:
         raise TraceError(f"{where}: found {type(record).__name__}, expected one JSON object")
     input_length = _count(record, "input_length", where)
     hash_ids = record.get("hash_ids")
-    if not isinstance(hash_ids, list) or not all(_is_count(i) for i in hash_ids):
-        raise TraceError(f"{where}: expected 'hash_ids' to be a list of whole numbers from 0 up")
+    if not isinstance(hash_ids, list):
+        found = "nothing" if "hash_ids" not in record else _short(hash_ids)
+        raise TraceError(f"{where}: found {found} for 'hash_ids', expected a list of whole numbers from 0 up")
+    for block_id in hash_ids:
+        if not _is_count(block_id):
+            raise TraceError(f"{where}: found {_short(block_id)} in 'hash_ids', expected whole numbers from 0 up")
+    if "session_id" in record and "session" not in record:
+        raise TraceError(
+            f"{where}: found 'session_id', expected 'session', a whole number from 0 up, or neither; rename it"
+        )
     return TraceLine(
         number=number,
         format=_format(record, input_length, len(hash_ids), where),
@@ -201,9 +214,14 @@ def _format(record: dict[str, Any], input_length: int, num_ids: int, where: str)
 def _count(record: dict[str, Any], name: str, where: str) -> int:
     value = record.get(name)
     if not _is_count(value):
-        found = "nothing" if name not in record else repr(value)
+        found = "nothing" if name not in record else _short(value)
         raise TraceError(f"{where}: found {found} for '{name}', expected a whole number from 0 up")
     return int(value)  # type: ignore[arg-type]
+
+
+def _short(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= SHOWN_CHARACTERS else shown[:SHOWN_CHARACTERS] + "..."
 
 
 def _is_count(value: object) -> bool:

@@ -15,29 +15,36 @@ behind, as it does beside a real device. Everything happens on the caller's thre
 from __future__ import annotations
 
 import itertools
+import math
+import operator
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from orlop.config import OrlopConfig
+from orlop.config import OrlopConfig, memory_limit_bytes
 from orlop.core import EngineSpec, KVGroup
 from orlop.engine.batching import ScheduledStep, Scheduler, SchedulerHalf, StepReport
 from orlop.engine.blocks import NULL_BLOCK, BlockPool
 from orlop.engine.model import Model, ModelConfig
 from orlop.engine.runner import Runner, WorkerHalf
 from orlop.engine.sequence import HASH_NAME, Sequence
-from orlop.errors import ConfigError
+from orlop.errors import ConfigError, OrlopError
 
 Connect = Callable[[EngineSpec, dict[str, Tensor]], tuple[WorkerHalf, SchedulerHalf]]
 """From what the engine says of itself and its KV tensors to the two halves of a connector."""
 
 _instances = itertools.count()
+
+LEAST_BLOCKS = 2
+"""The null block and one that holds something."""
+SHOWN_CHARACTERS = 60
+"""Of a prompt that is none, in a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,22 @@ class EngineConfig:
     async_scheduling: bool = False
     idle_wait_s: float = 0.0005
     drain_deadline_s: float = 3.0
+
+    def __post_init__(self) -> None:
+        """``ConfigError`` for a number that would end in an engine which never gets anywhere."""
+        for name, least in (
+            ("num_blocks", LEAST_BLOCKS),
+            ("block_tokens", 1),
+            ("max_step_tokens", 1),
+            ("max_running", 1),
+        ):
+            found = getattr(self, name)
+            if not _is_whole(found) or found < least:
+                raise ConfigError(f"{name}: found {found!r}, allowed: a whole number from {least} up")
+        for name in ("idle_wait_s", "drain_deadline_s"):
+            found = getattr(self, name)
+            if not isinstance(found, int | float) or not 0 <= found < math.inf:
+                raise ConfigError(f"{name}: found {found!r}, allowed: seconds from 0 up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +117,7 @@ class LLM:
         """``offload``: settings of an ``OffloadingConnector``; ``connect``: another way to make the two halves."""
         self.config = config or EngineConfig()
         self._clock = clock
+        _refuse_too_large(self.config)
         self.runner = Runner(Model(self.config.model), self.config.num_blocks, self.config.block_tokens)
         if connect is None and offload is not None:
             connect = _offloading(offload)
@@ -145,8 +169,13 @@ class LLM:
         request_id: str | None = None,
         stop_token: int | None = None,
     ) -> str:
-        """Queue a prompt of token ids; its request id. ``ConfigError`` where it could never run."""
+        """Queue a prompt of token ids; its request id. ``ConfigError`` where it could never run.
+
+        Any sequence of whole numbers is a prompt, an integer array too. ``OrlopError`` after ``shutdown``.
+        """
+        self._refuse_after_shutdown()
         request_id = request_id if request_id is not None else f"request-{next(self._ids)}"
+        prompt = _token_ids(request_id, prompt)
         self._refuse_impossible(request_id, prompt, max_tokens)
         self._live.add(request_id)
         self.scheduler.add(
@@ -167,8 +196,21 @@ class LLM:
         return self._result(seq) if seq is not None else None
 
     def generate(self, prompts: Seq[Seq[int]], max_tokens: int) -> list[Result]:
-        """Run prompts to their end, all queued at once; results in the order of the prompts."""
-        ids = [self.add_request(prompt, max_tokens) for prompt in prompts]
+        """Run prompts to their end, all queued at once; results in the order of the prompts.
+
+        Raises what ``add_request`` raises, and then none of the prompts is queued.
+        """
+        self._refuse_after_shutdown()
+        if not isinstance(prompts, Iterable) or isinstance(prompts, str):
+            raise ConfigError(f"prompts: found {prompts!r}, expected a list of prompts, each a list of token ids")
+        ids: list[str] = []
+        try:
+            for prompt in prompts:
+                ids.append(self.add_request(prompt, max_tokens))
+        except OrlopError:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
         by_id = {result.request_id: result for result in self.run()}
         return [by_id[request_id] for request_id in ids]
 
@@ -241,15 +283,22 @@ class LLM:
             self.connector is not None and self.connector.has_pending_push_work()
         )
 
-    def _refuse_impossible(self, request_id: str, prompt: Seq[int], max_tokens: int) -> None:
+    def _refuse_after_shutdown(self) -> None:
+        if self._is_shut_down:
+            raise OrlopError("found an engine that is shut down, expected a running one; make a new LLM")
+
+    def _refuse_impossible(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
         if request_id in self._live:
             raise ConfigError(f"request {request_id}: found an id that is running, expected a new one")
-        if not prompt or max_tokens < 1:
-            found = f"{len(prompt)} prompt tokens and max_tokens={max_tokens}"
+        if not prompt or not _is_whole(max_tokens) or max_tokens < 1:
+            found = f"{len(prompt)} prompt tokens and max_tokens={max_tokens!r}"
             raise ConfigError(f"request {request_id}: found {found}, expected 1 or more of each")
         vocab_size = self.config.model.vocab_size
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            raise ConfigError(f"request {request_id}: expected token ids from 0 to {vocab_size - 1}")
+        unknown = next((token for token in prompt if not 0 <= token < vocab_size), None)
+        if unknown is not None:
+            raise ConfigError(
+                f"request {request_id}: found token id {unknown}, expected ids from 0 to {vocab_size - 1}"
+            )
         needed = -(-(len(prompt) + max_tokens) // self.config.block_tokens)
         if needed > self.scheduler.pool.capacity:
             raise ConfigError(
@@ -270,6 +319,40 @@ class LLM:
             total_s=self._clock() - seq.arrival_s,
             preemptions=seq.num_preemptions,
             aborted=seq.aborted,
+        )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _token_ids(request_id: str, prompt: Iterable[Any]) -> list[int]:
+    """The prompt as plain numbers; ``ConfigError`` for text and for what is not a row of whole numbers."""
+    try:
+        if isinstance(prompt, str | bytes):
+            raise TypeError
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        found = repr(prompt)
+        found = found if len(found) <= SHOWN_CHARACTERS else found[:SHOWN_CHARACTERS] + "..."
+        raise ConfigError(
+            f"request {request_id}: found the prompt {found}, expected a list of token ids (whole numbers); "
+            "the engine has no tokenizer"
+        ) from None
+
+
+def _refuse_too_large(config: EngineConfig) -> None:
+    """``ConfigError`` for a KV cache that this process can never have."""
+    block_bytes = config.block_tokens * config.model.kv_bytes_per_token
+    found, limit = config.num_blocks * block_bytes, memory_limit_bytes()
+    if found > limit:
+        fit = limit // block_bytes
+        lower = f"num_blocks (orlop run: --device-blocks) to {fit} or less"
+        if fit < LEAST_BLOCKS:
+            lower = "block_tokens (orlop run: --block-tokens)"
+        raise ConfigError(
+            f"num_blocks: found {config.num_blocks} device blocks of {block_bytes} bytes, a KV cache of {found} "
+            f"bytes, expected {limit} bytes at most, the memory limit of this process; lower {lower}"
         )
 
 
