@@ -23,6 +23,8 @@ from orlop.testing.byte_device import ByteDevice
 from orlop.testing.request_runner import EngineRequest, RequestRunner
 from orlop.tiering.breaker import BreakerState
 
+# A loaded machine must not change what is found, only when.
+PATIENT = {"lookup": "20s", "promotion": "60s", "cascade": "120s"}
 FULL = (KVGroup(0, 4, layers=("a", "b")),)
 HYBRID = (KVGroup(0, 4, layers=("a", "b")), KVGroup(1, 4, sliding_window=8, layers=("c", "d")))
 
@@ -62,7 +64,7 @@ class Engine:
         device: type[ByteDevice] = ByteDevice,
         **runner: Any,
     ) -> None:
-        files = {"type": "files", "path": str(path), "bytes": "2MiB", "deadline": {"lookup": "2s"}}
+        files = {"type": "files", "path": str(path), "bytes": "2MiB", "deadline": dict(PATIENT)}
         config = OrlopConfig.load(
             {
                 "host": {"bytes": 24 * 4096 * ranks},

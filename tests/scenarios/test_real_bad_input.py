@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_engine import FULL, HYBRID, Engine, prompts
+from byte_engine import FULL, HYBRID, PATIENT, Engine, prompts
 from real_stores import chunk_files, leftovers
 
 from orlop.config import OrlopConfig
@@ -249,7 +249,9 @@ def test_a_tier_that_did_not_start_serves_every_request_or_none(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, trouble: str, required: bool
 ) -> None:
     tier: dict[str, Any] = {"type": "files", "path": str(tmp_path / "m"), "bytes": "2MiB", "required": required}
-    tier["deadline"] = {"lookup": "10ms", "promotion": "100ms", "cascade": "100ms"}
+    # Where every verb hangs the deadlines are what ends the waits; elsewhere they must not.
+    hurry = {"lookup": "10ms", "promotion": "100ms", "cascade": "100ms"}
+    tier["deadline"] = hurry if trouble == "store hangs" else dict(PATIENT)
     if trouble == "read-only":
         (tmp_path / "m").mkdir()
         mounted(request, tmp_path / "m", "ro,size=4m")

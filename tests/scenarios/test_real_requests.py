@@ -183,7 +183,7 @@ def test_a_hit_waits_while_every_block_of_the_device_is_in_use(tmp_path: Path) -
 
 
 @pytest.mark.fault("B189")
-@pytest.mark.parametrize("limit", ["100ms", "60s"])
+@pytest.mark.parametrize("limit", ["3s", "60s"])
 def test_what_comes_after_the_limit_hurts_nobody_and_is_found_the_next_time(tmp_path: Path, limit: str) -> None:
     prompts = [numbers(20 + i, 25) for i in range(3)]
     with Engine(tmp_path, "late-1", FULL, 1) as engine:
@@ -197,14 +197,14 @@ def test_what_comes_after_the_limit_hurts_nobody_and_is_found_the_next_time(tmp_
         first = [engine.runner.add(prompt) for prompt in prompts]
         for _ in prompts:
             engine.until(lambda: Gated.waiting.acquire(blocking=False))
-        if limit == "100ms":
+        if limit == "3s":
             engine.until(lambda: all(r.ended for r in first))
             assert not any(r.was_external for r in first)
         Gated.may_read.set()
         engine.run()
         engine.runner.pool.reset()
         stats = engine.stats()
-        if limit == "100ms":
+        if limit == "3s":
             assert stats["tier_deadlines_passed"] > 0
             # The late word gives the slots back.
             engine.until(lambda: engine.stats()["slots_retired"] == 0)
