@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import children_of, is_gone
 
 CHILD = Path(__file__).with_name("crash_child.py")
 ROUNDS = int(os.environ.get("CRASH_ROUNDS", "6"))
@@ -20,24 +20,6 @@ def start(path: Path, seed: int, count: int) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, str(CHILD), str(path), str(seed), str(count)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-
-def io_processes_of(pid: int) -> list[int]:
-    """Children of ``pid``, by the kernel's own lists, one per thread that started them."""
-    lists = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for path in lists for child in path.read_text(encoding="ascii").split()]
-
-
-def wait_gone(pid: int, timeout_s: float = 30.0) -> bool:
-    """Whether the process ends by itself within the limit; asks the kernel, which tells through a pidfd."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([fd], [], [], timeout_s)[0])
-    finally:
-        os.close(fd)
 
 
 @pytest.mark.crash
@@ -54,11 +36,11 @@ def test_an_engine_killed_at_any_moment_leaves_nothing_wrong_and_nothing_behind(
         assert next(output) == "started"
         for _ in range(rng.randrange(0, 60)):
             assert next(output).isdigit(), "the engine ended by itself"
-        children = io_processes_of(child.pid)
+        children = children_of(child.pid)
         os.kill(child.pid, signal.SIGKILL)
         assert child.wait(30) == -signal.SIGKILL
         assert children, "an engine with a files tier has an I/O process"
-        assert all(wait_gone(pid) for pid in children), "an I/O process outlives its engine"
+        assert all(is_gone(pid) for pid in children), "an I/O process outlives its engine"
         child.stdout.close()
     assert set(os.listdir("/dev/shm")) <= shm_before
 

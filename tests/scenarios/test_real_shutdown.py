@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from byte_engine import FULL, HYBRID, Engine
+from processes import children_of, is_gone
 from real_stores import chunk_files, leftovers
 
 from orlop.core import KVGroup
@@ -111,22 +111,6 @@ def start_child(path: Path) -> subprocess.Popen[str]:
         env=environment,
         start_new_session=True,
     )
-
-
-def children_of(pid: int) -> list[int]:
-    lists = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for path in lists for child in path.read_text(encoding="ascii").split()]
-
-
-def is_gone(pid: int, timeout_s: float = 30.0) -> bool:
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([fd], [], [], timeout_s)[0])
-    finally:
-        os.close(fd)
 
 
 @pytest.mark.crash
