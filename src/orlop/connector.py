@@ -53,6 +53,7 @@ JOIN_TIMEOUT_S = 60.0
 """How long the parts of one engine wait for each other at start."""
 TIER_START_TIMEOUT_S = 10.0
 LEAST_SLOTS = 4
+LEAST_LOOKUP_LIMIT_S = 5.0
 LEAST_MAX_RETIRED = 64
 """Slots that a tier may hold past their deadline before it is out of service, where a quarter of all is less."""
 STORES = {"files": "orlop.stores.files:FilesStore"}
@@ -303,6 +304,10 @@ class OffloadingConnector:
             queue_bytes=tier.queue_bytes,
             threads=tier.threads,
             max_retired=max(LEAST_MAX_RETIRED, region.layout.slots // 4),
+            # What nobody waits for any more is not worth the tier's time either, and no sooner.
+            lookup_limit_s=max(LEAST_LOOKUP_LIMIT_S, tier.deadline.lookup_s),
+            load_wait_s=tier.deadline.promotion_s,
+            store_wait_s=tier.deadline.cascade_s,
         )
         spec = StoreSpec(STORES.get(tier.type, tier.type), {k: v for k, v in kwargs.items() if v is not None})
         runner = TierRunner(options, region, spec, io_process=self.config.io_process, clock=self._clock)

@@ -147,7 +147,7 @@ def test_the_documented_line_of_configuration_keeps_files_and_serves_them(tmp_pa
     readme = (SOURCE.parents[1] / "README.md").read_text(encoding="utf-8")
     line = json.loads(re.findall(r"```json\n(.*?)```", readme, re.DOTALL)[0])
     line["host"] = 24 * 4096
-    line["files"] |= {"path": str(tmp_path)}
+    line["files"] |= {"path": str(tmp_path), "deadline": dict(PATIENT)}
     for external in (0, 40):
         with Engine(tmp_path, "documented", FULL, 1, settings=line, tiers=False) as engine:
             assert engine.serve(PROMPT).was_external == external

@@ -123,7 +123,10 @@ def _settings(options: RunOptions, engine: EngineConfig, stack: ExitStack) -> Ma
         # Little more than the device, so that the files are needed too.
         "host": {"bytes": max(2 * device_bytes, 1 << 20)},
         "blocks_per_chunk": 2,
-        "tiers": [{"type": "files", "path": str(path), "bytes": "4GiB"}],
+        # Patient: what is shown here is what is found, also on a disk that is busy with other things.
+        "tiers": [
+            {"type": "files", "path": str(path), "bytes": "4GiB", "deadline": {"lookup": "5s", "promotion": "30s"}}
+        ],
     }
 
 
