@@ -31,7 +31,8 @@ def make(settings):
     made = []
 
     def make_engine(**options):
-        llm = engine(offload=settings, **options)
+        # An idle step sleeps, as outside of tests: one that only spins would starve the threads that it waits for.
+        llm = engine(offload=settings, **{"idle_wait_s": 0.0005, **options})
         made.append(llm)
         return llm
 
