@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -31,6 +32,8 @@ from orlop.errors import ConfigError
 import torch  # isort: skip
 
 ENDED, DIFFERS = 0, 1
+SWITCH_INTERVAL_S = 0.002
+"""How long the engine's thread may have to wait for another one to let go of the interpreter; Python's own is 5 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ def run_trace(options: RunOptions) -> int:
         )
     # Matrices this small are faster on one thread, and copies and tier I/O want the other cores.
     torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     requests = read_requests(
         options.trace,
         limit=options.limit,
