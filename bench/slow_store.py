@@ -140,7 +140,9 @@ def main() -> None:
         print(f"{name:<32}{shown:<60}{statistics.median(row[1] for row in rows):<20.3f}")
     nothing, quick, slow = longest.values()
     print(f"ratio of the sleeping store to nothing {slow / nothing:.2f}, to the quick one {slow / quick:.2f}")
-    print(f"limit {LIMIT_MS:g} ms for the sleeping store: {'kept' if slow < LIMIT_MS else 'exceeded'}")
+    worst_of_all = max(row[0] for row in results["a store that sleeps 30 s"])
+    verdict = "kept" if worst_of_all < LIMIT_MS else "exceeded"
+    print(f"limit {LIMIT_MS:g} ms for the sleeping store, longest call of all rounds {worst_of_all:.2f}: {verdict}")
 
 
 if __name__ == "__main__":
