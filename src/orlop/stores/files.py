@@ -67,7 +67,6 @@ _EVICTION_FAILURES = 32
 """Files that one call may find unremovable before it gives up making room."""
 
 
-
 @dataclass(slots=True)
 class _Entry:
     """What is known of one chunk. Times are wall-clock seconds; ``marked`` is the one on disk (mtime)."""
@@ -773,9 +772,6 @@ def _read_whole(path: str, flags: int, *buffers: memoryview) -> Outcome:
     return Outcome.OK
 
 
-
-
-
 def _regular_size(path: str) -> int | None:
     try:
         found = os.stat(path)
@@ -791,7 +787,6 @@ def _mtime(path: str, default: float) -> float:
         return default
 
 
-
 def _tree_bytes(path: str) -> int:
     """Whole pages of a file, or of all files below a directory."""
     try:
@@ -801,7 +796,6 @@ def _tree_bytes(path: str) -> int:
     if stat.S_ISDIR(found.st_mode):
         return sum(_tree_bytes(entry.path) for entry in entries(path))
     return align_up(found.st_size)
-
 
 
 def _remove(paths: Iterable[str]) -> int:

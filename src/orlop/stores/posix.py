@@ -57,9 +57,11 @@ class Complaints:
         return _OUTCOMES.get(error.errno or 0, Outcome.IO_ERROR)
 
 
-def move_all(move: Callable[[int, list[memoryview], int], int], fd: int, buffers: Sequence[memoryview]) -> None:
+def move_all(
+    move: Callable[[int, list[memoryview], int], int], fd: int, buffers: Sequence[memoryview], offset: int = 0
+) -> None:
     """One vectored call for all, and more where it moved less (2 GiB is the kernel's most)."""
-    left, offset = list(buffers), 0
+    left = list(buffers)
     while left:
         moved = move(fd, left, offset)
         if moved == 0:
