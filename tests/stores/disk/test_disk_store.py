@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +32,3 @@ class TestSlab(ChunkStoreSuite):
         yield store
         store.check()
         store.close()
-
-
-def test_x() -> None:
-    assert os.sep

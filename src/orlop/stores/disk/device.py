@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from orlop.core import PAGE_BYTES
-from orlop.stores.posix import NO_DIRECT_IO, aligned, move_all
+from orlop.stores.posix import NO_DIRECT_IO, aligned, entries, move_all
 
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 IOV_MAX = 1024
+_BLOCK_BYTES = 512
 
 
 class File:
@@ -133,12 +134,31 @@ class Device:
             return sorted(os.listdir(directory))
         return []
 
+    def used_bytes(self, path: str) -> int:
+        """What the file system counts for a directory and all below it; 0 for what is not there."""
+        return used_bytes(path)
+
     def fall_back(self, error: OSError) -> None:
         """Direct I/O failed where buffered I/O works: go on with that."""
         with self._lock:
             direct, self.direct = self.direct, False
         if direct:
             self._on_fall_back(error)
+
+
+def used_bytes(path: str) -> int:
+    """As ``Device.used_bytes``."""
+    try:
+        total = os.lstat(path).st_blocks * _BLOCK_BYTES
+    except OSError:
+        return 0
+    for entry in entries(path):
+        if entry.is_dir(follow_symlinks=False):
+            total += used_bytes(entry.path)
+        else:
+            with suppress(OSError):
+                total += entry.stat(follow_symlinks=False).st_blocks * _BLOCK_BYTES
+    return total
 
 
 def try_direct_io(path: str) -> OSError | None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from orlop.core import PAGE_BYTES
 from orlop.errors import StoreError
+from orlop.stores.disk.device import used_bytes
 from orlop.stores.disk.format import ForeignVersion, pack_lane, unpack_lane
 from orlop.stores.disk.recovery import segment_numbers, segment_paths
 from orlop.stores.posix import entries, try_lock
@@ -25,7 +26,6 @@ from orlop.stores.posix import entries, try_lock
 LANE_FILE = "lane"
 WISH_FILE = "wish"
 LOCK_FILE = "lock"
-_BLOCK_BYTES = 512
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -152,21 +152,6 @@ def _read_lane(fd: int) -> tuple[bytes | None, int]:
 
 
 # --- the bound ----------------------------------------------------------------------------------------------
-
-
-def used_bytes(path: str) -> int:
-    """What the file system counts for a directory and all below it; 0 for what is not there."""
-    try:
-        total = os.lstat(path).st_blocks * _BLOCK_BYTES
-    except OSError:
-        return 0
-    for entry in entries(path):
-        if entry.is_dir(follow_symlinks=False):
-            total += used_bytes(entry.path)
-        else:
-            with suppress(OSError):
-                total += entry.stat(follow_symlinks=False).st_blocks * _BLOCK_BYTES
-    return total
 
 
 def others_alive(root: str, own: int) -> tuple[int, bool]:

@@ -35,7 +35,7 @@ from orlop.host.policies import load_policy
 from orlop.stores.disk import format as fmt
 from orlop.stores.disk.device import Device, File, try_direct_io
 from orlop.stores.disk.format import MAX_KEY_BYTES, RECORD_BYTES, RECORDS_OFFSET, SegmentShape
-from orlop.stores.disk.lanes import Lane, directory_lock, others_alive, retire_idle, take_lane, used_bytes
+from orlop.stores.disk.lanes import Lane, directory_lock, others_alive, retire_idle, take_lane
 from orlop.stores.disk.recovery import read_records, recover, segment_paths
 from orlop.stores.disk.slab import Chunk, Segment, Slab, Victim, cell_bytes_for, segment_bytes, shape_for
 from orlop.stores.posix import FULL, Complaints, in_the_way, named
@@ -82,6 +82,8 @@ class _Room:
     files: dict[int, tuple[File, File]]
     next_number: int
     next_sequence: int
+    unsynced: set[int]
+    """Segments with zeroed records that may not be on the disk yet."""
     no_growth_before: float = 0.0
 
 
@@ -226,6 +228,7 @@ class DiskStore(ChunkStore):
         finally:
             with self._lock:
                 room.slab.unpin([chunk for _, chunk in found])
+        self._sync_erased(room)
         return removed
 
     def scan(self) -> Iterator[StoredChunk]:
@@ -426,10 +429,6 @@ class DiskStore(ChunkStore):
         chunks = [chunk for _, chunk in found]
         if not self._erase(room, chunks):
             return 0
-        try:
-            room.files[chunks[0].segment.shape.number][1].sync()
-        except OSError as error:
-            self._trouble("delete", error)
         with self._lock:
             gone = [name for name, chunk in found if room.slab.forget(chunk, name)]
             self._told(room, removed=gone)
@@ -440,12 +439,23 @@ class DiskStore(ChunkStore):
         ok = True
         for chunk in chunks:
             index = room.files[chunk.segment.shape.number][1]
+            room.unsynced.add(chunk.segment.shape.number)
             try:
                 index.write([memoryview(bytes(RECORD_BYTES))], RECORDS_OFFSET + chunk.cell * RECORD_BYTES)
             except OSError as error:
                 self._trouble("delete", error)
                 ok = False
         return ok
+
+    def _sync_erased(self, room: _Room) -> None:
+        """What was evicted or replaced before goes for good too: its key may be among those that were to be removed."""
+        while room.unsynced:
+            files = room.files.get(room.unsynced.pop())
+            try:
+                if files is not None:
+                    files[1].sync()
+            except OSError as error:
+                self._trouble("delete", error)
 
     # --- room ----------------------------------------------------------------------------------------------
 
@@ -485,14 +495,14 @@ class DiskStore(ChunkStore):
         if wanted is None:  # a cell as large as that: a segment of its own
             whole = SegmentShape(0, cell_bytes, 1, 1).nbytes
             wanted = shape_for(room.next_number, cell_bytes, whole)
-        free = self._max_bytes - _MARGIN_BYTES - used_bytes(self._root)
+        free = self._max_bytes - _MARGIN_BYTES - self._device.used_bytes(self._root)
         alive, wish = others_alive(self._root, room.lane.number)
         if free < whole:
             with self._lock:
                 oldest_us = room.slab.oldest_use_us()
             free += retire_idle(self._root, room.lane.number, self._namespace, whole - free, oldest_us)
         share = self._max_bytes // (alive + 1)
-        mine = used_bytes(room.lane.directory)
+        mine = self._device.used_bytes(room.lane.directory)
         room.lane.wish(alive > 0 and free < whole and mine + whole <= share)
         if wish and mine + whole > share:
             free = 0
@@ -570,6 +580,7 @@ class DiskStore(ChunkStore):
         """Before a cell is filled again its record goes, or an older chunk could come back over a newer one."""
         cells = victim.segment.cells_of(victim.extent)
         index = room.files[victim.segment.shape.number][1]
+        room.unsynced.add(victim.segment.shape.number)
         zeros = bytes((cells.stop - cells.start) * RECORD_BYTES)
         try:
             index.write([memoryview(zeros)], RECORDS_OFFSET + cells.start * RECORD_BYTES)
@@ -580,7 +591,7 @@ class DiskStore(ChunkStore):
         """Others have less than their share and wish for room: what is above ours goes, oldest first."""
         alive, wish = others_alive(self._root, room.lane.number)
         share = self._max_bytes // (alive + 1)
-        while wish and used_bytes(room.lane.directory) > share:
+        while wish and self._device.used_bytes(room.lane.directory) > share:
             with self._making_room:
                 with self._lock:
                     segment = room.slab.oldest_segment()
@@ -608,7 +619,7 @@ class DiskStore(ChunkStore):
         settled = [(slab.add(segment.shape, segment.found), segment.found) for segment in found.segments]
         doubles = slab.settle(settled)
         files = {segment.shape.number: (segment.cells, segment.index) for segment in found.segments}
-        room = _Room(lane, slab, files, found.next_number, found.next_sequence)
+        room = _Room(lane, slab, files, found.next_number, found.next_sequence, set(files))
         flaws = Counter(f"damaged_{flaw}" for flaw in found.flaws)
         flaws["damaged_superblock"] += lane.damaged
         with self._lock:
@@ -622,14 +633,14 @@ class DiskStore(ChunkStore):
     def _shrink(self, room: _Room) -> None:
         """What a smaller bound has no room for leaves at start."""
         with suppress(OSError), directory_lock(self._root):
-            over = used_bytes(self._root) - self._max_bytes
+            over = self._device.used_bytes(self._root) - self._max_bytes
             if over > 0:
                 over -= retire_idle(self._root, room.lane.number, self._namespace, over, room.slab.oldest_use_us())
             while over > 0 and (segment := room.slab.oldest_segment()) is not None:
                 with self._lock:
                     self._take_segment(room, segment)
                 self._remove_files(room, segment.shape)
-                over = used_bytes(self._root) - self._max_bytes
+                over = self._device.used_bytes(self._root) - self._max_bytes
 
     def _open(self) -> _Room | None:
         """The lane, with what is due every now and then done; None where there is none to be had."""
