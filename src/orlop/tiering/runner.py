@@ -44,6 +44,7 @@ from orlop.tiering.io_messages import (
     Cleared,
     FromWorker,
     IoOptions,
+    Keys,
     NotReady,
     Ready,
     Report,
@@ -53,6 +54,7 @@ from orlop.tiering.io_messages import (
     ToWorker,
     Transfer,
 )
+from orlop.tiering.known_keys import KnownKeys
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +154,7 @@ class TierRunner(SecondaryTierManager):
         self._store_stats: Mapping[str, float] = {}
         self._hung = 0
         self._clears = 0
+        self._clearing = False
         self._namespace: Namespace | None = None
         self._closed = False
         self._was_closed = True
@@ -205,6 +208,11 @@ class TierRunner(SecondaryTierManager):
         if ticket is None:
             self._counters["lookups_refused"] += 1
             return TierAnswer(lookup_id, bytes(len(keys)))
+        found = None if self._clearing else self._pump.known.find(namespace.digest, keys, stop_at_miss)
+        if found is not None:
+            self._counters["chunks_hit"] += found.count(1)
+            self._breaker.succeeded(ticket, now, transfer=False)
+            return TierAnswer(lookup_id, found)
         self._asked[lookup_id] = _Asked(len(keys), ticket, now)
         self._pump.post(Ask(lookup_id, tuple(keys), namespace.digest, stop_at_miss))
         return None
@@ -308,6 +316,7 @@ class TierRunner(SecondaryTierManager):
     def clear(self) -> None:
         """What was asked for before is answered with nothing found; the worker removes the bytes."""
         self._clears += 1
+        self._clearing = True
         now = self._clock()
         for lookup_id, asked in self._asked.items():
             self._answers.append(TierAnswer(lookup_id, bytes(asked.keys)))
@@ -337,6 +346,8 @@ class TierRunner(SecondaryTierManager):
                 self._take_answer(message, now)
             elif isinstance(message, NotReady):
                 self._breaker.trip(now, message.text)
+            elif isinstance(message, Cleared):
+                self._clearing = self._clearing and message.number != self._clears
             elif isinstance(message, StoreStats):
                 self._store_stats = message.values
             elif isinstance(message, _Released):
@@ -445,7 +456,9 @@ class Pump:
         io_process: bool,
         notify: Callable[[], None],
     ) -> None:
-        self.arrived: deque[_Settled | _Released | Answer | NotReady | StoreStats] = deque()
+        self.arrived: deque[_Settled | _Released | Answer | NotReady | Cleared | StoreStats] = deque()
+        self.known = KnownKeys()
+        """Of a store that tells them; the owner writes it, the engine's thread reads it."""
         self.restarts = 0
         self._options = options
         self._region = region
@@ -598,6 +611,7 @@ class Pump:
 
     def _bury(self, link: Link, was_ready: bool) -> list[int] | None:
         """Report what a worker that has ended owes; the jobs whose slots it still may touch, None where it is gone."""
+        self.known.drop()
         gone = link.end(KILL_GRACE_S)
         reason = "the tier was shut down before it was done" if self._stopping.is_set() else link.epitaph()
         with self._lock:
@@ -656,6 +670,9 @@ class Pump:
             with self._lock:
                 if self._clear is not None and self._clear.number == message.number:
                     self._clear = None
+            self.arrived.append(message)
+        elif isinstance(message, Keys):
+            self.known.take(message)
         elif isinstance(message, Ready):
             self.not_ready = None
             self._decided.set()
