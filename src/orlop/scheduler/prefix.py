@@ -49,7 +49,7 @@ class Lookups(NamedTuple):
 
 
 def needed_chunks(geometry: Geometry, group: KVGroup, on_device: int, tokens: int) -> tuple[int, int]:
-    """The chunk range ``[first, stop)`` that a hit of ``tokens`` needs of ``group``; a window of one token needs none."""
+    """The chunk range ``[first, stop)`` that a hit of ``tokens`` needs of ``group``: none for a window of one token."""
     first = on_device
     if group.sliding_window is not None:
         first = max(first, tokens - group.sliding_window + 1)
