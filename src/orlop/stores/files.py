@@ -540,6 +540,8 @@ class FilesStore(ChunkStore):
 
     def _open_directory(self) -> None:
         try:
+            with suppress(FileNotFoundError):
+                os.stat(self._root)  # says what is wrong with a path that is too long to make
             os.makedirs(self._root, exist_ok=True)
             os.scandir(self._root).close()
         except (FileExistsError, NotADirectoryError) as error:
@@ -547,6 +549,11 @@ class FilesStore(ChunkStore):
                 f"path: found a file at {_in_the_way(self._root)}, allowed: a directory, or where one can be made"
             ) from error
         except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                raise ConfigError(
+                    f"path: found one of {len(str(self._path))} characters, allowed: what the file system takes "
+                    f"({_named(error)})"
+                ) from error
             raise StoreError(
                 f"path: found {self._path} unusable ({_named(error)}), expected a directory that can be created, "
                 "read and written; check the path, its owner and the mount"
