@@ -1,8 +1,8 @@
 """The command ``orlop``: its options, and nothing of what they do.
 
-In: the command line. Out: an exit code: 0 all well, 1 tokens differ (or the demo did not show what it should),
-2 something the user can put right, 130 stopped by Ctrl-C or SIGTERM. Never: an import of torch before a command needs
-it.
+In: the command line. Out: an exit code: 0 all well, 1 tokens differ, the demo did not show what it should, or
+something was found broken, 2 something the user can put right, 130 stopped by Ctrl-C or SIGTERM. Never: an import of
+torch before a command needs it.
 """
 
 from __future__ import annotations
@@ -113,6 +113,17 @@ def demo(
     from orlop.cli.demo import run_demo
 
     raise typer.Exit(run_demo(work_dir))
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Option(help="The settings to check, a JSON file. Default: none set.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check this machine and the settings: versions, memory, limits, each tier's directory and disk."""
+    from orlop.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(config, as_json))
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ def check_room(layout: RegionLayout, total_bytes: int, *, pinned: bool = False) 
     if fitting < layout.slot_bytes:
         advice = f"one chunk has {layout.slot_bytes} bytes: free memory, or raise that limit"
     else:
-        advice = f"set {_whole_units(fitting)} or less, or raise that limit"
+        advice = f"set {settable_bytes(fitting)} or less, or raise that limit"
     raise ResourceError(
         f"host.bytes: found {legible_bytes(slots_bytes)}, expected at most {legible_bytes(least.available_bytes)}, "
         f"which is what is free here ({least.name}); {advice}"
@@ -65,7 +65,7 @@ def legible_bytes(nbytes: int) -> str:
     return f"{value:.{digits}f} {unit}"
 
 
-def _whole_units(nbytes: int) -> str:
+def settable_bytes(nbytes: int) -> str:
     """As a setting is written: at most ``nbytes``, and not less by more than a tenth."""
     unit, size = _unit(nbytes, 10)
     return f"{nbytes // size}{unit}"
