@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 
+from orlop.background import start_thread
 from orlop.core import PAGE_BYTES, Namespace, Outcome, RegionLayout
 from orlop.errors import ConfigError, EnvelopeError, MissingExtra, OrlopError, StoreError
 from orlop.host.region import HostRegion
@@ -201,7 +202,7 @@ class IoWorker:
             with self._lock:
                 self._closing = True
                 self._wake_all()
-            threading.Thread(target=self._guard, args=(self._finish,), name="orlop-io-finish", daemon=True).start()
+            start_thread(self._guard, self._finish, name="orlop-io-finish")
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Whether, at latest after ``timeout_s`` (None: however long), no thread of this worker touches the region."""
@@ -569,9 +570,7 @@ class IoWorker:
             log.debug("tier %s: stats: %s", self._options.name, one_line(e))
 
     def _spawn(self, target: Callable[[], None], name: str) -> None:
-        thread = threading.Thread(target=self._guard, args=(target,), name=f"orlop-{name}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        self._threads.append(start_thread(self._guard, target, name=f"orlop-{name}"))
 
     def _guard(self, target: Callable[[], None]) -> None:
         """A thread that dies of a fault of ours ends the worker: half a worker would lose jobs silently."""
