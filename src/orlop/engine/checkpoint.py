@@ -72,10 +72,10 @@ class Checkpoint:
             raise ConfigError(f"model {root}: found no directory, expected one with config.json and safetensors")
         settings = _read_json(root / "config.json")
         config = model_config(settings, f"{root / 'config.json'}")
-        generation = root / "generation_config.json"
-        ends = _read_json(generation).get("eos_token_id") if generation.exists() else None
-        ends = settings.get("eos_token_id") if ends is None else ends
-        return cls(root, config, frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends]))
+        path = root / "generation_config.json"
+        generation = _read_json(path) if path.exists() else {}
+        ends = _end_tokens(generation, str(path)) or _end_tokens(settings, str(root / "config.json"))
+        return cls(root, config, ends)
 
     def load(self) -> Model:
         """The model with its weights. Reads all files; ``ConfigError`` where they do not fit config.json."""
@@ -160,7 +160,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}, expected a file of the model") from error
-    except ValueError as error:
+    except ValueError as error:  # a UnicodeDecodeError is one
         raise ConfigError(f"{path}: found no JSON ({error}), expected one JSON object; load the file again") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: found {type(found).__name__}, expected one JSON object; load the file again")
@@ -184,6 +184,9 @@ def model_config(settings: Mapping[str, Any], where: str) -> ModelConfig:
             expected = " or ".join(repr(value) for value in known[1:]) or "none"
             raise ConfigError(f"{where}: found {name} {settings[name]!r}, expected {expected}: no other is supported")
     hidden, heads = _count(settings, "hidden_size", where), _count(settings, "num_attention_heads", where)
+    kv_heads = _count(settings, "num_key_value_heads", where, heads)
+    if heads % kv_heads:
+        raise ConfigError(f"{where}: found {heads} query heads and {kv_heads} KV heads, expected a multiple of these")
     layers = _count(settings, "num_hidden_layers", where)
     theta, scaling = _rope(settings, where)
     return ModelConfig(
@@ -191,12 +194,12 @@ def model_config(settings: Mapping[str, Any], where: str) -> ModelConfig:
         hidden=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=_count(settings, "num_key_value_heads", where, heads),
+        kv_heads=kv_heads,
         head_dim=_count(settings, "head_dim", where, architecture.head_dim or hidden // heads),
         intermediate=_count(settings, "intermediate_size", where),
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=float(settings.get("rms_norm_eps", architecture.norm_eps)),
+        norm_eps=_number(settings, "rms_norm_eps", where, architecture.norm_eps),
         windows=_windows(settings, architecture, layers, where),
         qkv_bias=architecture.qkv_bias,
         qk_norm=architecture.qk_norm,
@@ -212,6 +215,22 @@ def _count(settings: Mapping[str, Any], name: str, where: str, default: int | No
         found = "nothing" if value is None else repr(value)
         raise ConfigError(f"{where}: found {found} for '{name}', expected a whole number from 1 up")
     return value
+
+
+def _number(settings: Mapping[str, Any], name: str, where: str, default: float) -> float:
+    value = settings.get(name, default)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ConfigError(f"{where}: found {value!r} for '{name}', expected a number")
+    return float(value)
+
+
+def _end_tokens(settings: Mapping[str, Any], where: str) -> frozenset[int]:
+    """The tokens after which the model has said all; none where the setting is missing."""
+    ends = settings.get("eos_token_id")
+    each = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(isinstance(token, int) for token in each):
+        raise ConfigError(f"{where}: found {ends!r} for 'eos_token_id', expected a token id or a list of them")
+    return frozenset(each)
 
 
 def _windows(
