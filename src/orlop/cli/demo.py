@@ -5,7 +5,8 @@ the same tokens and the last one found what the third had left, 130 where it was
 figures do not show.
 
 The workload is a chat service in small: one system prompt, many conversations, a few of them active at a time, and a
-device cache that holds a fraction of these. Each way is one ``orlop run`` in a process of its own, and can be repeated by hand.
+device cache that holds a fraction of these. Each way is one ``orlop run`` in a process of its own, and can be repeated
+by hand.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ BLOCK_TOKENS, DEVICE_BLOCKS, HOST_BLOCKS, BLOCKS_PER_CHUNK = 16, 300, 800, 2
 OUTPUT_TOKENS = 8
 PACE = 3
 """Conversations that begin between two turns of one."""
-MODEL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 512}
+MODEL: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 512}
 PROCESS_DEADLINE_S = 300
 MOST_COMPUTED_AFTER_RESTART = 0.25
 """Of the tokens that the first way computes."""

@@ -171,8 +171,8 @@ def _refuse_what_the_model_cannot_take(model: ModelConfig, request: RunRequest, 
     if most is not None and found + request.max_tokens > most:
         shorter = "shorten the prompt, or lower max_tokens" if options.prompts else "lower --tokens-per-trace-block"
         raise TraceError(
-            f"{request.where}: found {found} prompt tokens and {request.max_tokens} to generate, expected at most {most} "
-            f"together, which is what the model allows; {shorter}"
+            f"{request.where}: found {found} prompt tokens and {request.max_tokens} to generate, expected at most "
+            f"{most} together, which is what the model allows; {shorter}"
         )
 
 
