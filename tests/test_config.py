@@ -16,7 +16,6 @@ from orlop.config import (
     OrlopConfig,
     auto_blocks_per_chunk,
     default_host_bytes,
-    memory_limit_bytes,
     parse_seconds,
     parse_size,
 )
@@ -363,28 +362,6 @@ def test_what_no_engine_here_honours_is_refused_where_an_engine_joins() -> None:
 def test_the_default_host_tier_is_a_quarter_of_memory_or_four_device_caches() -> None:
     assert default_host_bytes(10, 1000) == 40
     assert default_host_bytes(100, 1000) == 250
-
-
-def test_the_memory_limit_is_the_least_of_machine_and_cgroups(tmp_path: Any) -> None:
-    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (cgroups / "a" / "b").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal:       1000 kB\nMemFree: 1 kB\n")
-    limit = lambda: memory_limit_bytes(str(proc), str(cgroups))  # noqa: E731
-    assert limit() == 1_024_000
-    (proc / "self" / "cgroup").write_text("0::/a/b\n")
-    (cgroups / "a" / "b" / "memory.max").write_text("max\n")
-    assert limit() == 1_024_000
-    (cgroups / "a" / "memory.max").write_text("5000\n")
-    assert limit() == 5000
-    (cgroups / "memory").mkdir()
-    (cgroups / "memory" / "memory.limit_in_bytes").write_text("4000\n")
-    (proc / "self" / "cgroup").write_text("3:cpu:/x\n7:memory:/not/visible/here\n")
-    assert limit() == 4000
-
-
-def test_this_machine_has_a_memory_limit() -> None:
-    assert memory_limit_bytes() > 2**20
 
 
 @given(

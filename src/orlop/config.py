@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import (
@@ -390,34 +389,6 @@ def default_host_bytes(device_cache_bytes: int, memory_limit_bytes: int) -> int:
     return min(memory_limit_bytes // 4, 4 * device_cache_bytes)
 
 
-def memory_limit_bytes(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:
-    """Bytes of memory this process may use: the least of its cgroups' limits and the machine's memory."""
-    meminfo = Path(proc, "meminfo").read_text(encoding="ascii")
-    total = int(re.search(r"^MemTotal:\s+(\d+) kB", meminfo, re.MULTILINE)[1]) * 1024  # type: ignore[index]
-    return min([total, *_cgroup_limits(Path(proc), Path(cgroups))])
-
-
-def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Limits of the process's own cgroup and all above it; version 2, then 1."""
-    try:
-        lines = Path(proc, "self", "cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, own = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root, name = (cgroups / "memory", "memory.limit_in_bytes") if controllers else (cgroups, "memory.max")
-        below = Path(own.lstrip("/"))
-        for part in (below, *below.parents):
-            try:
-                text = Path(root, part, name).read_text(encoding="ascii").strip()
-            except OSError:
-                continue  # inside a container the path of the host is not there, its root is
-            if text.isdigit():
-                yield int(text)
-
-
 def auto_blocks_per_chunk(groups: Sequence[KVGroup], block_bytes: int) -> int:
     """The smallest power of two that makes chunks of 512 KiB or more, within what hits allow.
 
@@ -744,7 +715,6 @@ __all__ = [
     "TierConfig",
     "auto_blocks_per_chunk",
     "default_host_bytes",
-    "memory_limit_bytes",
     "parse_seconds",
     "parse_size",
 ]

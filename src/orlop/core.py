@@ -172,6 +172,10 @@ class RegionLayout:
         """Byte offset of a rank's part in the slot."""
         return sum(align_up(self.part_bytes(r, group)) for r in range(rank))
 
+    def parts(self, group: int) -> list[tuple[int, int]]:
+        """``(offset, nbytes)`` of each rank's part in the slot."""
+        return [(self.part_offset(rank, group), self.part_bytes(rank, group)) for rank in range(self.ranks)]
+
     def payload_bytes(self, group: int) -> int:
         """Bytes of a chunk at rest: all parts with their padding, a multiple of 4096."""
         return self.part_offset(self.ranks, group)
