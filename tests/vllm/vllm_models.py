@@ -18,7 +18,7 @@ _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -43,7 +43,7 @@ def make_gemma(folder: Path, seed: int = 7, window: int = 256) -> Path:
     from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
     from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
 
-    kinds = ["sliding_attention", "full_attention"] * 2
+    kinds = ["sliding_attention", "full_attention"]
     config = Gemma3TextConfig(**_SIZES, sliding_window=window, layer_types=kinds, query_pre_attn_scalar=32)
     return _save(Gemma3ForCausalLM, config, folder, seed)
 
@@ -56,7 +56,7 @@ def _save(model_class: Any, config: Any, folder: Path, seed: int) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.08)  # wide enough that the best token leads clearly
+                parameter.normal_(0.0, 0.3)  # wide enough that the best token leads clearly
     model.save_pretrained(folder)
     _tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
