@@ -144,7 +144,7 @@ class Server:
         """SIGKILL to the server and the engine, as by an operator or the kernel; what they started is not touched."""
         for process in self.look():
             with suppress(psutil.NoSuchProcess):
-                if "orlop" not in " ".join(process.cmdline()):
+                if "orlop.tiering.io_process" not in process.cmdline():
                     process.kill()
         self.process.wait(PATIENCE_S)
 
