@@ -7,7 +7,7 @@ long as the run, since an engine takes ten seconds to start. Never: a model hub.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,9 +48,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 @pytest.fixture(scope="session")
-def reference(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], object]]:
+def reference(checkpoint: Callable[[str], Path]) -> Callable[[str], object]:
     """What a model says without a connector: ``reference(kind).answers(prompts, max_tokens)``; asked once each."""
     from vllm_engine import Reference
 
     made: dict[str, Reference] = {}
-    yield lambda kind: made.setdefault(kind, Reference(checkpoint(kind)))
+    return lambda kind: made.setdefault(kind, Reference(checkpoint(kind)))

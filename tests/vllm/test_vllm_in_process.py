@@ -136,4 +136,3 @@ def test_after_a_restart_the_first_request_is_served_from_files(setup: Setup) ->
     stats = setup.engine.stats()
     assert stats["tokens_loaded 0:files"] > 0
     setup.engine.settle()
-
