@@ -159,10 +159,10 @@ class LLM:
         self.config = config if checkpoint is None else replace(config, model=checkpoint.config)
         self._clock = clock
         _refuse_too_large(self.config)
-        self._weights_identity = None if checkpoint is None else weights_identity(checkpoint.directory)
         self._end_tokens = frozenset() if checkpoint is None else checkpoint.end_tokens
         self.text = Text(None if checkpoint is None else checkpoint.tokenizer())
         net = Model(self.config.model) if checkpoint is None else checkpoint.load()
+        self._weights_identity = None if checkpoint is None else weights_identity(checkpoint.directory)
         self.runner = Runner(net, self.config.num_blocks, self.config.block_tokens)
         self.scheduler = self._new_scheduler()
         if connect is None and offload is not None:
