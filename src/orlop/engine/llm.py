@@ -28,7 +28,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from orlop.config import OrlopConfig, memory_limit_bytes
+from orlop.config import OrlopConfig
 from orlop.core import EngineSpec, KVGroup
 from orlop.engine.batching import ScheduledStep, Scheduler, SchedulerHalf, StepReport
 from orlop.engine.blocks import NULL_BLOCK, BlockPool
@@ -40,6 +40,7 @@ from orlop.engine.sequence import HASH_NAME, Sequence
 from orlop.engine.tables import BlockTables
 from orlop.engine.text import Text
 from orlop.errors import ConfigError, OrlopError
+from orlop.host.limits import memory_limit_bytes
 from orlop.tiering.namespace import weights_identity
 
 Connect = Callable[[EngineSpec, dict[str, Tensor]], tuple[WorkerHalf, SchedulerHalf]]
