@@ -29,9 +29,11 @@ from orlop.cli.stopping import STOPPED, stop_signals
 from orlop.cli.summary import ChunksTooLong, print_summary, summarise
 from orlop.cli.traces import read_requests
 from orlop.config import OrlopConfig
+from orlop.engine.blocks import BlockPool
 from orlop.engine.checkpoint import Checkpoint
-from orlop.engine.llm import LLM, EngineConfig, Result  # before torch: it says which extra brings that
+from orlop.engine.llm import LEAST_BLOCKS, LLM, EngineConfig, Result  # before torch: it says which extra brings that
 from orlop.engine.model import ModelConfig
+from orlop.engine.tables import BlockTables
 from orlop.engine.text import Text
 from orlop.errors import ConfigError, TraceError
 
@@ -177,7 +179,8 @@ def _refuse_what_the_model_cannot_take(model: ModelConfig, request: RunRequest, 
 
 
 def _engine_config(options: RunOptions, model: ModelConfig, requests: list[RunRequest]) -> EngineConfig:
-    largest = max(-(-(len(r.prompt) + r.max_tokens) // options.block_tokens) for r in requests)
+    tables = BlockTables(BlockPool(LEAST_BLOCKS), tuple(model.layer_groups), options.block_tokens)
+    largest = max(tables.most_blocks(len(r.prompt) + r.max_tokens, options.step_tokens) for r in requests)
     if options.device_blocks is not None and options.device_blocks <= largest:
         # One block of the device is the null block, which holds nothing.
         raise ConfigError(
