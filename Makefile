@@ -13,7 +13,7 @@ CRASH_ROUNDS ?= 60
 DISK_KILLS ?= 1000
 DISK_DAMAGES ?= 10000
 
-.PHONY: setup demo test lint types bench dist test-vllm-scheduler docs crash damage clean
+.PHONY: setup demo test lint types bench dist dist-vllm test-vllm test-vllm-scheduler docs crash damage clean
 
 setup: $(VENV)/.ready
 
@@ -55,14 +55,18 @@ crash: setup
 damage: setup
 	DISK_DAMAGES=$(DISK_DAMAGES) $(BIN)/python -m pytest tests/stores/disk/test_disk_damage.py $(PYTEST_ARGS)
 
-# The wheel, tried where nothing else is installed.
+# Wheel and sdist, and the wheel tried where nothing else is installed: no torch, no engine.
 dist: setup
 	rm -rf dist .venv-dist
 	$(BIN)/python -m build
 	$(PYTHON) -m venv .venv-dist
 	.venv-dist/bin/python -m pip install -q --disable-pip-version-check dist/*.whl
-	cd .venv-dist && bin/python -c 'import orlop' && bin/orlop --version
+	cd .venv-dist && bin/python -c 'import orlop' && bin/orlop --version && bin/orlop doctor
 	rm -rf .venv-dist
+
+# The wheel beside vLLM: fails where installing it would change a package that is there.
+dist-vllm: dist $(VENV_VLLM)/.ready
+	$(BIN)/python tools/dry_run_of_wheel.py $(VENV_VLLM)/bin/python dist/*.whl
 
 # The scheduler half under the real scheduler of vLLM, in an environment of its own: versions differ.
 $(VENV_VLLM)/.ready: pyproject.toml
@@ -77,6 +81,10 @@ $(VENV_VLLM)/.ready: pyproject.toml
 
 test-vllm-scheduler: $(VENV_VLLM)/.ready
 	$(VENV_VLLM)/bin/python -m pytest tests/vllm_scheduler $(PYTEST_ARGS)
+
+# The plug-in under the real engine and server of vLLM, over small checkpoints made on the spot.
+test-vllm: $(VENV_VLLM)/.ready
+	$(VENV_VLLM)/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM) .venv-dist dist

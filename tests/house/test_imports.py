@@ -22,7 +22,7 @@ MODULES = {
 # The first entry whose name is the module's, or begins it, is its rule; what it may import is a list of the
 # same kind of names. A module may import its own folder besides.
 
-WORDS = ["orlop.core", "orlop.errors"]
+WORDS = ["orlop.core", "orlop.errors", "orlop.background"]
 CONTRACTS = [
     *WORDS,
     "orlop.config",
@@ -35,6 +35,7 @@ JOINED = [*CONTRACTS, "orlop.scheduler", "orlop.host", "orlop.worker", "orlop.ti
 ARROWS = {
     "orlop.core": [],
     "orlop.errors": [],
+    "orlop.background": [],
     "orlop.config": WORDS,
     "orlop.tiering.base": WORDS,
     "orlop.tiering.envelope": WORDS,

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from orlop.background import start_thread
 from orlop.core import PAGE_BYTES, RegionLayout, align_up
 from orlop.errors import RegionError, ResourceError
 from orlop.host.handover import Listener, Waiting, ask_once, serve
@@ -237,13 +238,7 @@ class HostRegion:
         """Hand out the descriptor under the region's name, from a daemon thread, until ``close``."""
         if self._listener is None:
             raise RegionError("found a host region without a name, expected one made with create(name=...)")
-        self._server = threading.Thread(
-            target=serve,
-            args=(self._listener, os.dup(self._fd), self.layout),
-            name="orlop-region-serve",
-            daemon=True,
-        )
-        self._server.start()
+        self._server = start_thread(serve, self._listener, os.dup(self._fd), self.layout, name="orlop-region-serve")
 
     def close(self) -> None:
         """Stop serving and let go of the memory; idempotent."""
@@ -264,12 +259,7 @@ class HostRegion:
         os.close(self._fd)
 
     def _prefault(self) -> None:
-        threading.Thread(
-            target=_fill_pages,
-            args=(self.slots, self._usable, self._closing),
-            name="orlop-region-prefault",
-            daemon=True,
-        ).start()
+        start_thread(_fill_pages, self.slots, self._usable, self._closing, name="orlop-region-prefault")
 
 
 # --- the mapping's sections ---------------------------------------------------------------------------

@@ -3,13 +3,10 @@
 In: keys, headers and payloads. Out: the same bytes under the same key, or an outcome per key. Never: a look inside
 a chunk, a file under its final name that is not whole, more than its bound of bytes on disk.
 
-    <path>/v1/tmp/<token>.lock            one per writer, locked as long as its process lives
-    <path>/v1/tmp/<token>-<n>             a file being written
-    <path>/v1/<namespace>/<xxx>/<key>     a chunk: header, payload; xxx is the start of the key's XXH3
-
-A file is written under a name that no other writer can have, then renamed. There is no fsync: after a power cut a
-file may be there whose bytes are not, which does not verify and is a miss. A file that is evicted while somebody
-reads it stays readable to him until he closes it, so eviction need not know who reads what.
+What lies where is in ``files_folder``. A file is written under a name that no other writer can have, then renamed.
+There is no fsync: after a power cut a file may be there whose bytes are not, which does not verify and is a miss. A
+file that is evicted while somebody reads it stays readable to him until he closes it, so eviction need not know who
+reads what.
 
 The bound counts whole pages of every file in the directory, including what other processes and earlier versions
 left there. Own files are counted exactly and before they are written; those of other processes on the same
@@ -37,8 +34,9 @@ from typing import Literal
 
 import xxhash
 
-from orlop.core import DIGEST_BYTES, PAGE_BYTES, Outcome, align_up
+from orlop.core import PAGE_BYTES, Outcome, align_up
 from orlop.errors import ConfigError, InvariantError, StoreError
+from orlop.stores.files_folder import LAYOUT_VERSION, FilesFolder
 from orlop.stores.posix import (
     FULL,
     GONE,
@@ -55,12 +53,10 @@ from orlop.tiering.base import ChunkStore, StoredChunk
 
 log = logging.getLogger(__name__)
 
-LAYOUT_VERSION = "v1"
 MIN_BYTES = 1 << 20
 
 _VERSION_NAME = re.compile(r"v\d+")
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
-_FAN_OUT_DIGITS = 3
 _KEY_LOCKS = 64
 _CACHED_ANSWERS = 1 << 16
 _EVICTION_FAILURES = 32
@@ -108,7 +104,8 @@ class FilesStore(ChunkStore):
         if direct_io not in ("auto", "on", "off"):
             raise ConfigError(f"direct_io: found {direct_io!r}, allowed: 'auto', 'on' or 'off'")
         self._path = Path(path)
-        self._root = self._path / LAYOUT_VERSION
+        self._folder = FilesFolder(path)
+        self._root = self._folder.root
         self._max_bytes = max_bytes
         self._touch_interval_s = touch_interval_s
         self._clock = clock
@@ -161,11 +158,7 @@ class FilesStore(ChunkStore):
 
     def scan(self) -> Iterator[StoredChunk]:
         """All chunks of all namespaces, from the directory. ``nbytes`` includes the header."""
-        now = self._wall_clock()
-        for key, entry in self._chunks():
-            with suppress(OSError):
-                found = entry.stat()
-                yield StoredChunk(key, found.st_size, max(0.0, now - found.st_mtime))
+        return self._folder.scan(self._wall_clock())
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """The keys were of use, the first of them most: it is the start of the prefix that the others extend."""
@@ -194,9 +187,7 @@ class FilesStore(ChunkStore):
 
     def path_of(self, key: bytes) -> str:
         """Where the chunk of ``key`` lies, or would lie."""
-        tail = key[DIGEST_BYTES:]
-        fan_out = xxhash.xxh3_64_hexdigest(tail)[:_FAN_OUT_DIGITS]
-        return f"{self._root}/{key[:DIGEST_BYTES].hex()}/{fan_out}/{tail.hex()}"
+        return self._folder.path_of(key)
 
     # --- contains, delete ----------------------------------------------------------------------------
 
@@ -430,7 +421,7 @@ class FilesStore(ChunkStore):
 
     def check(self) -> None:
         """Recount from the directory; ``InvariantError`` where the books differ. For a quiet store only."""
-        found = {key: align_up(entry.stat().st_size) for key, entry in self._chunks()}
+        found = {key: align_up(entry.stat().st_size) for key, entry in self._folder.chunks()}
         with self._lock:
             booked = {key: entry.nbytes for key, entry in self._index.items()}
             totals = (self._indexed_bytes, self._arriving_bytes)
@@ -459,7 +450,7 @@ class FilesStore(ChunkStore):
             foreign = self._foreign_elsewhere()
             with self._lock:
                 unseen = set(self._index)
-            for key, entry in self._walk():
+            for key, entry in self._folder.walk(remove_empty=True):
                 if self._closing.is_set():
                     return
                 if key is None:
@@ -502,41 +493,12 @@ class FilesStore(ChunkStore):
                     if self._used() <= self._squeeze.limit():
                         return
 
-    def _walk(self) -> Iterator[tuple[bytes | None, os.DirEntry[str]]]:
-        """Every file of our layout, one fan-out directory at a time; the key is None where the name is not ours.
-
-        Directories found empty are removed on the way.
-        """
-        for namespace in entries(self._root):
-            if namespace.name == "tmp":
-                continue
-            if not _is_hex(namespace.name, 2 * DIGEST_BYTES):
-                yield None, namespace
-                continue
-            for fan_out in entries(namespace.path):
-                if not fan_out.is_dir(follow_symlinks=False):
-                    yield None, fan_out
-                    continue
-                files = list(entries(fan_out.path))
-                for entry in files:
-                    yield self._key_of(namespace.name, fan_out.name, entry), entry
-                if not files:
-                    _rmdir(fan_out.path)
-            _rmdir(namespace.path)
-
-    def _chunks(self) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
-        return ((key, entry) for key, entry in self._walk() if key is not None)
-
-    def _key_of(self, namespace: str, fan_out: str, entry: os.DirEntry[str]) -> bytes | None:
-        if not _is_hex(entry.name) or len(fan_out) != _FAN_OUT_DIGITS or not entry.is_file(follow_symlinks=False):
-            return None
-        key = bytes.fromhex(namespace + entry.name)
-        return key if self.path_of(key) == entry.path else None
-
     # --- start, trouble ----------------------------------------------------------------------------------
 
     def _open_directory(self) -> None:
         try:
+            with suppress(FileNotFoundError):
+                os.stat(self._root)  # says what is wrong with a path that is too long to make
             os.makedirs(self._root, exist_ok=True)
             os.scandir(self._root).close()
         except (FileExistsError, NotADirectoryError) as error:
@@ -544,6 +506,11 @@ class FilesStore(ChunkStore):
                 f"path: found a file at {in_the_way(self._root)}, allowed: a directory, or where one can be made"
             ) from error
         except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                raise ConfigError(
+                    f"path: found one of {len(str(self._path))} characters, allowed: what the file system takes "
+                    f"({named(error)})"
+                ) from error
             raise StoreError(
                 f"path: found {self._path} unusable ({named(error)}), expected a directory that can be created, "
                 "read and written; check the path, its owner and the mount"
@@ -805,12 +772,3 @@ def _remove(paths: Iterable[str]) -> int:
             os.unlink(path)
             removed += 1
     return removed
-
-
-def _rmdir(path: str) -> None:
-    with suppress(OSError):
-        os.rmdir(path)
-
-
-def _is_hex(name: str, length: int | None = None) -> bool:
-    return re.fullmatch(r"(?:[0-9a-f]{2})+", name) is not None and length in (None, len(name))

@@ -17,8 +17,8 @@ import queue
 import signal
 import socket
 import sys
-import threading
 
+from orlop.background import start_thread
 from orlop.host.region import HostRegion
 from orlop.tiering.io_messages import Channel, FromWorker, Hello
 from orlop.tiering.io_worker import IoWorker
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
         raise TypeError(f"found {type(hello).__name__}, expected Hello as the first message")
     outgoing: queue.SimpleQueue[FromWorker | None] = queue.SimpleQueue()
     worker = IoWorker(hello.spec, hello.options, region, outgoing.put, lambda: outgoing.put(None))
-    threading.Thread(target=_send_all, args=(channel, outgoing), name="orlop-io-send", daemon=True).start()
+    start_thread(_send_all, channel, outgoing, name="orlop-io-send")
     worker.start()
     for message in rest:
         worker.handle(message)

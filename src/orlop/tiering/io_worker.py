@@ -30,7 +30,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 
-from orlop.core import PAGE_BYTES, Namespace, Outcome, RegionLayout
+from orlop.background import start_thread
+from orlop.core import PAGE_BYTES, Namespace, Outcome
 from orlop.errors import ConfigError, EnvelopeError, MissingExtra, OrlopError, StoreError
 from orlop.host.region import HostRegion
 from orlop.tiering import envelope
@@ -152,7 +153,7 @@ class IoWorker:
         self._send = send
         self._ended = ended
         self._clock = clock
-        self._parts = [_parts_of(region.layout, group) for group in range(region.layout.groups)]
+        self._parts = [region.layout.parts(group) for group in range(region.layout.groups)]
         self._store: ChunkStore | None = None
         self._building = threading.Lock()
         # One lock for the queues and counts below, never held during I/O, and one bell per kind of thread.
@@ -202,7 +203,7 @@ class IoWorker:
             with self._lock:
                 self._closing = True
                 self._wake_all()
-            threading.Thread(target=self._guard, args=(self._finish,), name="orlop-io-finish", daemon=True).start()
+            start_thread(self._guard, self._finish, name="orlop-io-finish")
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Whether, at latest after ``timeout_s`` (None: however long), no thread of this worker touches the region."""
@@ -574,9 +575,7 @@ class IoWorker:
             log.debug("tier %s: stats: %s", self._options.name, one_line(e))
 
     def _spawn(self, target: Callable[[], None], name: str) -> None:
-        thread = threading.Thread(target=self._guard, args=(target,), name=f"orlop-{name}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        self._threads.append(start_thread(self._guard, target, name=f"orlop-{name}"))
 
     def _guard(self, target: Callable[[], None]) -> None:
         """A thread that dies of a fault of ours ends the worker: half a worker would lose jobs silently."""
@@ -606,11 +605,6 @@ def _report(job: _Job, now: float) -> Report:
         job.failed,
         job.damaged,
     )
-
-
-def _parts_of(layout: RegionLayout, group: int) -> list[tuple[int, int]]:
-    """``(offset, nbytes)`` of each rank's part in a slot."""
-    return [(layout.part_offset(rank, group), layout.part_bytes(rank, group)) for rank in range(layout.ranks)]
 
 
 def _checked(outcomes: Sequence[Outcome], count: int) -> list[Outcome]:

@@ -28,6 +28,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from orlop.background import start_thread
 from orlop.core import Namespace, Outcome, ReqContext, TierAnswer, TierJob, TierResult, TransferKind
 from orlop.errors import ConfigError
 from orlop.host.region import HostRegion
@@ -483,10 +484,9 @@ class Pump:
         self._start()
 
     def _start(self) -> None:
-        self._sender = threading.Thread(target=self._send, name=f"orlop-{self._options.name}-send", daemon=True)
-        self._owner = threading.Thread(target=self._own, name=f"orlop-{self._options.name}-own", daemon=True)
-        self._sender.start()
-        self._owner.start()
+        self._sender = start_thread(self._send, name=f"orlop-{self._options.name}-send")
+        # It starts the I/O process, which thereby stands behind the engine too.
+        self._owner = start_thread(self._own, name=f"orlop-{self._options.name}-own")
 
     def _open_link(self) -> Link:
         return open_link(self._spec, self._options.io_options(), self._region, process=self._io_process)

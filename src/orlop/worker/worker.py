@@ -26,9 +26,10 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from threading import Condition, Thread
+from threading import Condition
 from typing import Any
 
+from orlop.background import start_thread
 from orlop.core import JobReport, OffloadingConnectorMetadata, TransferJob, TransferKind, WorkerOutput
 from orlop.errors import ConfigError
 from orlop.worker.base import CopyBackend, CopyResult, OffloadingWorker
@@ -64,11 +65,8 @@ class CopyWorker(OffloadingWorker):
         self._complaints: set[tuple[TransferKind, str]] = set()
         self._stopped = False
         self._threads = [
-            Thread(target=self._run, args=(lane,), name=f"orlop-{kind.value}", daemon=True)
-            for kind, lane in self._lanes.items()
+            start_thread(self._run, lane, name=f"orlop-{kind.value}") for kind, lane in self._lanes.items()
         ]
-        for thread in self._threads:
-            thread.start()
 
     def submit(self, job: TransferJob) -> None:
         try:
