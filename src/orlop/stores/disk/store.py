@@ -589,7 +589,11 @@ class DiskStore(ChunkStore):
 
     def _give_back(self, room: _Room) -> None:
         """Others have less than their share and wish for room: what is above ours goes, oldest first."""
-        alive, wish = others_alive(self._root, room.lane.number)
+        try:
+            with directory_lock(self._root):
+                alive, wish = others_alive(self._root, room.lane.number)
+        except OSError:  # the directory has gone: the next call finds out
+            return
         share = self._max_bytes // (alive + 1)
         while wish and self._device.used_bytes(room.lane.directory) > share:
             with self._making_room:
