@@ -278,6 +278,39 @@ def test_an_older_chunk_never_comes_back_over_a_newer_one(make: Make) -> None:
             store.close()
 
 
+@pytest.mark.fault("B027")
+def test_what_was_evicted_stays_gone_after_a_restart(make: Make) -> None:
+    """Extents of several cells: those that are not filled again yet must not bring back what they held."""
+    store = make(max_bytes=8 * MIB)
+    number = 0
+    while not store.stats().get("evicted_chunks"):
+        assert store_chunks(store, [(number, 1)]) == [Outcome.OK]
+        number += 1
+    assert store.stats()["evicted_chunks"] > 2
+    there = list(store.contains([key_of(n) for n in range(number)]))
+    store.close()
+    assert list(make(max_bytes=8 * MIB).contains([key_of(n) for n in range(number)])) == there
+
+
+@pytest.mark.fault("B027")
+def test_of_two_records_of_one_key_the_newer_counts_and_the_other_goes(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a crash between the record of the newer chunk and the end of the older one's."""
+    store = make()
+    assert store_chunks(store, [(1, 1)]) == [Outcome.OK]
+    monkeypatch.setattr(DiskStore, "_erase", lambda *a: True)
+    assert store_chunks(store, [(1, 2)]) == [Outcome.OK]
+    monkeypatch.undo()
+    store.close()
+    store = make()
+    assert load(store, [1]) == [(Outcome.OK, "", 2)]
+    store.check()
+    assert store.delete([key_of(1)]) == 1
+    store.close()
+    assert load(make(), [1]) == [(Outcome.MISSING, "", None)]
+
+
 # --- lanes ------------------------------------------------------------------------------------------------
 
 
