@@ -230,6 +230,8 @@ def test_free_room_stays_in_large_pieces_under_random_eviction(make: Make, monke
 def test_what_is_read_is_not_evicted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make(max_bytes=MIB, direct_io="off")
     keys = [store_key(n) for n in range(4)]
+    for n in range(100):
+        write(store, [store_key(1000 + n)], [8])  # until it has all its segments
     write(store, keys, [1, 2, 3, 4])
     reading, go_on = threading.Event(), threading.Event()
     real = File.read
