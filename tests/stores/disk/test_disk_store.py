@@ -596,6 +596,30 @@ def test_a_bad_sector_is_one_chunks_trouble(make: Make, monkeypatch: pytest.Monk
     assert answers[:3] + answers[4:] == [(Outcome.OK, n) for n in (0, 1, 2, 4, 5, 6, 7)]
 
 
+def test_an_index_that_cannot_be_read_costs_its_segment_and_not_the_start(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(max_bytes=MIB)
+    keys = [store_key(n) for n in range(20)]
+    write(store, keys, list(range(20)))
+    store.close()
+    real = File.read
+
+    def rot(self: File, buffers: list[memoryview], offset: int) -> None:
+        if self.path.endswith("00000001.index"):
+            raise OSError(errno.EIO, "Input/output error")
+        real(self, buffers, offset)
+
+    monkeypatch.setattr(File, "read", rot)
+    store = make(max_bytes=MIB)
+    there = list(store.contains(keys))
+    assert 10 < sum(there) < 20
+    assert store.stats()["damaged_segment"] == 1
+    store.close()
+    monkeypatch.undo()
+    assert all(make(max_bytes=MIB).contains(keys))
+
+
 @pytest.mark.fault("B120")
 def test_a_key_too_long_for_a_record_is_that_keys_trouble(make: Make) -> None:
     store = make()
