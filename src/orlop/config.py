@@ -274,6 +274,13 @@ class TierConfig(_Settings):
             raise ValueError(f"false for type {info.data['type']!r}: only 'disk' can")
         return value
 
+    @field_validator("policy")
+    @classmethod
+    def _ranks(cls, value: str, info: ValidationInfo) -> str:
+        if value != "lru" and info.data.get("type") not in ("disk", None):
+            raise ValueError(f"'lru' for type {info.data['type']!r}: only 'disk' takes the others")
+        return value
+
     @field_validator("path", "bytes")
     @classmethod
     def _required(cls, value: Any, info: ValidationInfo) -> Any:

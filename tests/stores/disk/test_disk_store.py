@@ -22,6 +22,7 @@ from chunks import store as store_chunks
 from orlop.config import FILES_BYTES_AT_LEAST
 from orlop.core import Outcome
 from orlop.errors import ConfigError, StoreError
+from orlop.host.policies import BUILT_IN
 from orlop.stores.disk import store as store_module
 from orlop.stores.disk.device import File, used_bytes
 from orlop.stores.disk.store import DiskStore
@@ -643,8 +644,9 @@ def test_impossible_settings_refuse_the_start(make: Make, tmp_path: Path) -> Non
     assert store_module.MIN_BYTES == FILES_BYTES_AT_LEAST
 
 
-def test_many_threads_and_evictions_keep_the_books(make: Make) -> None:
-    store = make(max_bytes=4 * MIB, direct_io="off")
+@pytest.mark.parametrize("policy", sorted(BUILT_IN))
+def test_many_threads_and_evictions_keep_the_books(make: Make, policy: str) -> None:
+    store = make(max_bytes=4 * MIB, direct_io="off", policy=policy)
     failures: list[BaseException] = []
 
     def work(seed: int) -> None:
