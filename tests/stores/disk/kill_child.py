@@ -36,8 +36,8 @@ def main() -> None:
         path, seed = line.split()
         pid = os.fork()
         if not pid:
+            os.write(1, f"{os.getpid()}\n".encode())  # by itself: what it writes after comes after
             write_for_ever(path, int(seed))
-        os.write(1, f"{pid}\n".encode())
         os.waitpid(pid, 0)
         os.write(1, b"gone\n")
 
