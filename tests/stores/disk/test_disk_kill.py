@@ -73,7 +73,7 @@ def look(path: Path, newest: dict[int, int], recent: set[int]) -> int:
             assert version is not None or number not in recent, f"key {number} was told a moment ago and is lost"
             if version is not None:
                 # Newer than told: written, and killed before it could say so.
-                assert version >= newest[number], f"key {number} went back from {newest[number]} to {version}"
+                assert version >= newest.get(number, 0), f"key {number} went back from {newest[number]} to {version}"
                 newest[number] = version
         return here
     finally:
