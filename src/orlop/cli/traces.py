@@ -175,7 +175,7 @@ def _opened(path: Path) -> Iterator[Iterable[bytes]]:
 def _parsed(line: bytes, where: str, number: int) -> TraceLine:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{where}: found no JSON ({error}), expected one JSON object") from error
     if not isinstance(record, dict):
         raise TraceError(f"{where}: found {type(record).__name__}, expected one JSON object")
