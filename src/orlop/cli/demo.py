@@ -38,7 +38,7 @@ BLOCK_TOKENS, DEVICE_BLOCKS, HOST_BLOCKS, BLOCKS_PER_CHUNK = 16, 300, 800, 2
 OUTPUT_TOKENS = 8
 PACE = 3
 """Conversations that begin between two turns of one."""
-MODEL: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 512}
+MODEL: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 512}
 PROCESS_DEADLINE_S = 300
 MOST_COMPUTED_AFTER_RESTART = 0.25
 """Of the tokens that the first way computes."""
