@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -38,6 +38,15 @@ from orlop.errors import ConfigError, OrlopError
 
 Connect = Callable[[EngineSpec, dict[str, Tensor]], tuple[WorkerHalf, SchedulerHalf]]
 """From what the engine says of itself and its KV tensors to the two halves of a connector."""
+
+
+class StepObserver(Protocol):
+    """Who is told the time after every step; an ``orlop.observe`` Observer is one."""
+
+    def tick(self, now: float) -> None: ...
+
+    def publish(self, now: float) -> None: ...
+
 
 _instances = itertools.count()
 
@@ -137,6 +146,8 @@ class LLM:
         self._live: set[str] = set()
         self._ids = itertools.count()
         self._is_shut_down = False
+        self.observer: StepObserver | None = None
+        """Told the time after every step, and when ``run`` has nothing left to do."""
 
     def spec(self) -> EngineSpec:
         """What this engine says of itself to a connector."""
@@ -219,6 +230,8 @@ class LLM:
         results = []
         while self.has_work():
             results += self.step()
+        if self.observer is not None:
+            self.observer.publish(self._clock())
         return results
 
     def has_work(self) -> bool:
@@ -237,6 +250,8 @@ class LLM:
             ended += self._learn(*self._unreported.popleft())
         if not step.work and not ended and self.config.idle_wait_s:
             time.sleep(self.config.idle_wait_s)
+        if self.observer is not None:
+            self.observer.tick(self._clock())
         return [self._result(seq) for seq in ended]
 
     def _learn(self, step: ScheduledStep, report: StepReport) -> list[Sequence]:
