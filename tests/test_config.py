@@ -16,7 +16,6 @@ from orlop.config import (
     OrlopConfig,
     auto_blocks_per_chunk,
     default_host_bytes,
-    memory_limit_bytes,
     parse_seconds,
     parse_size,
 )
@@ -365,28 +364,6 @@ def test_the_default_host_tier_is_a_quarter_of_memory_or_four_device_caches() ->
     assert default_host_bytes(100, 1000) == 250
 
 
-def test_the_memory_limit_is_the_least_of_machine_and_cgroups(tmp_path: Any) -> None:
-    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (cgroups / "a" / "b").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal:       1000 kB\nMemFree: 1 kB\n")
-    limit = lambda: memory_limit_bytes(str(proc), str(cgroups))  # noqa: E731
-    assert limit() == 1_024_000
-    (proc / "self" / "cgroup").write_text("0::/a/b\n")
-    (cgroups / "a" / "b" / "memory.max").write_text("max\n")
-    assert limit() == 1_024_000
-    (cgroups / "a" / "memory.max").write_text("5000\n")
-    assert limit() == 5000
-    (cgroups / "memory").mkdir()
-    (cgroups / "memory" / "memory.limit_in_bytes").write_text("4000\n")
-    (proc / "self" / "cgroup").write_text("3:cpu:/x\n7:memory:/not/visible/here\n")
-    assert limit() == 4000
-
-
-def test_this_machine_has_a_memory_limit() -> None:
-    assert memory_limit_bytes() > 2**20
-
-
 @given(
     tokens=st.lists(st.sampled_from([1, 8, 16, 32, 48, 128, 256, 512]), min_size=1, max_size=3),
     window=st.none() | st.integers(1, 1000),
@@ -410,3 +387,47 @@ def test_the_size_of_a_chunk_may_be_given_in_blocks_in_tokens_or_not_at_all() ->
     assert load({"blocks_per_chunk": "auto"}).chunk_blocks(groups, 2**18) == 2
     with pytest.raises(ConfigError, match="found 40, allowed: a multiple of the engine's 32"):
         load({"tokens_per_chunk": 40}).chunk_blocks(groups, 1)
+
+
+@pytest.mark.parametrize("found", [10**19, 10**400, "9" * 30, "9" * 400, "9" * 5000, float("nan"), float("inf"), 1e300])
+@pytest.mark.parametrize(
+    ("key", "unit"),
+    [
+        ("drain_deadline", "s"),
+        ("store_deadline", "h"),
+        ("host", "GB"),
+        ("host.store_after", ""),
+        ("tiers.0.threads", ""),
+    ]
+    + [(f"tiers.0.deadline.{name}", "ms") for name in ("lookup", "promotion", "cascade")]
+    + [("tiers.0.queue_bytes", "PiB"), ("tiers.0.bytes", ""), ("blocks_per_chunk", ""), ("tokens_per_chunk", "")],
+)
+def test_a_number_that_nothing_could_count_to_is_refused_by_name(key: str, unit: str, found: object) -> None:
+    settings: dict[str, Any] = {"tiers": [dict(FILES)]}
+    *way, last = key.split(".")
+    here: Any = settings
+    for part in way:
+        here = here[int(part)] if part.isdigit() else here.setdefault(part, {})
+    here[last] = f"{found}{unit}" if isinstance(found, str) else found
+    assert f"{key}{'.bytes' if key == 'host' else ''}: found " in refusal(settings)
+
+
+def test_threads_are_bounded() -> None:
+    assert "tiers.0.threads: found 257, allowed: a whole number from 1 to 256" in refusal(
+        {"tiers": [FILES | {"threads": 257}]}
+    )
+
+
+@pytest.mark.parametrize("written", [0, 0.0, "0s", "0"])
+def test_a_wait_of_nothing_is_refused_where_it_would_turn_a_tier_off(written: object) -> None:
+    """Elsewhere 0 often means "without a limit"; here it would mean that nothing is ever stored or found."""
+    waits = {"lookup": written, "promotion": written, "cascade": written}
+    message = refusal({"store_deadline": written, "tiers": [FILES | {"deadline": waits}]})
+    for key in ("store_deadline", *(f"tiers.0.deadline.{name}" for name in waits)):
+        assert f"{key}: found {written!r}, allowed: seconds above 0" in message
+    assert load({"drain_deadline": written}).drain_deadline_s == 0
+
+
+@pytest.mark.parametrize("path", ["a\0b", "/tmp/\ud800"])
+def test_a_path_that_no_system_call_takes_is_refused(path: str) -> None:
+    assert "tiers.0.path: found " in refusal({"tiers": [FILES | {"path": path}]})

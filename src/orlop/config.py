@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import (
@@ -42,9 +41,15 @@ POLICIES_TO_COME = ("arc", "s3fifo", "sieve")
 CHUNK_BYTES_WANTED = 512 * 1024
 CHUNK_TOKENS_AT_MOST = 256
 FILES_BYTES_AT_LEAST = 1 << 20
+MOST_BYTES = 1 << 60
+MOST_SECONDS = 366 * 24 * 3600
+MOST_COUNT = (1 << 31) - 1
+MOST_THREADS = 256
+"""Beyond these nothing is meant, and arithmetic, locks or the machine fail."""
 
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _SECRET = re.compile(r"secret|password|token$|access_key|credential", re.IGNORECASE)
+_MOST_DIGITS = 40
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 _SIZE_UNITS = {"": 1, "B": 1} | {
     f"{letter}{tail}": base**power
@@ -60,9 +65,9 @@ _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no"
 
 def parse_size(value: object) -> int:
     """Bytes of ``64``, ``"64GB"`` (powers of 1000) or ``"64GiB"`` (powers of 1024). ``ValueError`` otherwise."""
-    allowed = "a whole number of bytes above 0, or a text like '64GB' or '64GiB'"
+    allowed = "a whole number of bytes above 0, at most 2**60, or a text like '64GB' or '64GiB'"
     nbytes = _quantity(value, {unit.upper(): factor for unit, factor in _SIZE_UNITS.items()}, upper=True)
-    if nbytes is None or not 1 <= nbytes < float("inf") or nbytes != int(nbytes):
+    if nbytes is None or not 1 <= nbytes <= MOST_BYTES or nbytes != int(nbytes):
         raise ValueError(allowed)
     return int(nbytes)
 
@@ -70,9 +75,16 @@ def parse_size(value: object) -> int:
 def parse_seconds(value: object) -> float:
     """Seconds of ``3``, ``0.2``, ``"3s"`` or ``"200ms"``. ``ValueError`` otherwise."""
     seconds = _quantity(value, _TIME_UNITS)
-    if seconds is None or not 0 <= seconds < float("inf"):
-        raise ValueError("seconds from 0 up, or a text like '200ms', '3s' or '5min'")
+    if seconds is None or not 0 <= seconds <= MOST_SECONDS:
+        raise ValueError("seconds from 0 up to a year, or a text like '200ms', '3s' or '5min'")
     return float(seconds)
+
+
+def _parse_wait(value: object) -> float:
+    seconds = parse_seconds(value)
+    if seconds == 0:
+        raise ValueError("seconds above 0, up to a year; with 0 nothing would ever come in time")
+    return seconds
 
 
 def _quantity(value: object, units: Mapping[str, float], upper: bool = False) -> float | None:
@@ -86,15 +98,19 @@ def _quantity(value: object, units: Mapping[str, float], upper: bool = False) ->
         return None
     number, unit = match.groups()
     factor = units.get(unit.upper() if upper else unit)
-    if factor is None:
+    if factor is None or len(number) > _MOST_DIGITS:
         return None
     return int(number) * factor if number.isdigit() else float(number) * factor
 
 
-def _parse_count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError("a whole number from 1 up")
+def _parse_count(value: object, most: int = MOST_COUNT) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ValueError(f"a whole number from 1 to {most}")
     return value
+
+
+def _parse_threads(value: object) -> int:
+    return _parse_count(value, MOST_THREADS)
 
 
 def _parse_blocks(value: object) -> int | None:
@@ -103,7 +119,7 @@ def _parse_blocks(value: object) -> int | None:
     try:
         return _parse_count(value)
     except ValueError:
-        raise ValueError("'auto' or a whole number from 1 up") from None
+        raise ValueError(f"'auto' or a whole number from 1 to {MOST_COUNT}") from None
 
 
 def _named_or_class(value: object, known: Sequence[str], to_come: Sequence[str], what: str) -> str:
@@ -149,13 +165,24 @@ def _parse_path(value: object) -> str | None:
     """``~`` and ``~name`` at the beginning are homes: no shell has been here before."""
     text = _parse_text(value)
     path = os.path.expanduser(text) if text else text
+    if path and ("\0" in path or not _is_encodable(path)):
+        raise ValueError("a path without NUL characters, in the encoding of this system")
     if path and path.startswith("~"):
         raise ValueError("a path; nobody's home is known by that name, write './~...' for a directory called so")
     return path
 
 
+def _is_encodable(path: str) -> bool:
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 Size = Annotated[int, BeforeValidator(parse_size)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds)]
+Wait = Annotated[float, BeforeValidator(_parse_wait)]
 Count = Annotated[int, BeforeValidator(_parse_count)]
 Policy = Annotated[str, BeforeValidator(_parse_policy)]
 Text = Annotated[str | None, BeforeValidator(_parse_text)]
@@ -179,13 +206,11 @@ class _Settings(BaseModel):
 class DeadlineConfig(_Settings):
     """How long a tier may take, in seconds, before the request goes on without it."""
 
-    lookup_s: Seconds = Field(
-        default=0.2, validation_alias="lookup", description="to say what it has; then it is a miss"
-    )
-    promotion_s: Seconds = Field(
+    lookup_s: Wait = Field(default=0.2, validation_alias="lookup", description="to say what it has; then it is a miss")
+    promotion_s: Wait = Field(
         default=5.0, validation_alias="promotion", description="to fill host memory; then the request computes"
     )
-    cascade_s: Seconds = Field(
+    cascade_s: Wait = Field(
         default=30.0, validation_alias="cascade", description="to keep a chunk; then it is given up"
     )
 
@@ -227,7 +252,7 @@ class TierConfig(_Settings):
         default=False, description="true: unreachable at start is an error, not an open breaker"
     )
     deadline: DeadlineConfig = Field(default=DeadlineConfig(), description="its deadlines")
-    threads: Count = Field(default=4, description="threads of its I/O")
+    threads: Annotated[int, BeforeValidator(_parse_threads)] = Field(default=4, description="threads of its I/O")
     queue_bytes: Size = Field(default=256 * 1024**2, description="bytes that may wait to be stored; more is dropped")
     direct_io: Literal["auto", "on", "off"] = Field(
         default="auto", description="bypass the page cache: `auto`, `on`, `off`"
@@ -270,7 +295,7 @@ class OrlopConfig(_Settings):
     drain_deadline_s: Seconds = Field(
         default=3.0, validation_alias="drain_deadline", description="how long a shutdown waits for the tiers"
     )
-    store_deadline_s: Seconds = Field(
+    store_deadline_s: Wait = Field(
         default=30.0,
         validation_alias="store_deadline",
         description="how long a copy from the device may stay unreported before it is given up",
@@ -362,34 +387,6 @@ class OrlopConfig(_Settings):
 def default_host_bytes(device_cache_bytes: int, memory_limit_bytes: int) -> int:
     """Size of a host tier that nobody sized: a quarter of the memory, at most four device caches."""
     return min(memory_limit_bytes // 4, 4 * device_cache_bytes)
-
-
-def memory_limit_bytes(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:
-    """Bytes of memory this process may use: the least of its cgroups' limits and the machine's memory."""
-    meminfo = Path(proc, "meminfo").read_text(encoding="ascii")
-    total = int(re.search(r"^MemTotal:\s+(\d+) kB", meminfo, re.MULTILINE)[1]) * 1024  # type: ignore[index]
-    return min([total, *_cgroup_limits(Path(proc), Path(cgroups))])
-
-
-def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Limits of the process's own cgroup and all above it; version 2, then 1."""
-    try:
-        lines = Path(proc, "self", "cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, own = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root, name = (cgroups / "memory", "memory.limit_in_bytes") if controllers else (cgroups, "memory.max")
-        below = Path(own.lstrip("/"))
-        for part in (below, *below.parents):
-            try:
-                text = Path(root, part, name).read_text(encoding="ascii").strip()
-            except OSError:
-                continue  # inside a container the path of the host is not there, its root is
-            if text.isdigit():
-                yield int(text)
 
 
 def auto_blocks_per_chunk(groups: Sequence[KVGroup], block_bytes: int) -> int:
@@ -718,7 +715,6 @@ __all__ = [
     "TierConfig",
     "auto_blocks_per_chunk",
     "default_host_bytes",
-    "memory_limit_bytes",
     "parse_seconds",
     "parse_size",
 ]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from orlop.config import OrlopConfig, TierConfig, default_host_bytes, memory_limit_bytes
+from orlop.config import OrlopConfig, TierConfig, default_host_bytes
 from orlop.core import (
     FIRST_GENERATION,
     Blocks,
@@ -35,7 +35,7 @@ from orlop.core import (
 )
 from orlop.counting import SYNC_BOUNDS, Histogram, Stats
 from orlop.errors import ConfigError, TierUnavailable
-from orlop.host.limits import free_bytes
+from orlop.host.limits import free_bytes, memory_limit_bytes
 from orlop.host.policies import load_policy
 from orlop.host.region import HostRegion, socket_name
 from orlop.host.tier import HostTier

@@ -115,8 +115,14 @@ class Geometry:
             raise ValueError("found no KV group, expected at least one")
         if self.blocks_per_chunk < 1:
             raise ValueError(f"found blocks_per_chunk={self.blocks_per_chunk}, expected 1 or more")
-        for g in self.groups:
-            if g.tokens_per_block % self.tokens_per_hash:
+        if self.tokens_per_hash < 1:
+            raise ValueError(f"found {self.tokens_per_hash} tokens per hash, expected 1 or more")
+        for place, g in enumerate(self.groups):
+            if g.index != place:
+                raise ValueError(f"found group {g.index} in place {place}, expected the groups in order from 0")
+            if g.sliding_window is not None and g.sliding_window < 1:
+                raise ValueError(f"group {g.index}: found a window of {g.sliding_window} tokens, expected 1 or more")
+            if g.tokens_per_block < 1 or g.tokens_per_block % self.tokens_per_hash:
                 raise ValueError(
                     f"group {g.index}: found {g.tokens_per_block} tokens per block, expected a multiple "
                     f"of the engine's {self.tokens_per_hash} tokens per hash"
@@ -165,6 +171,10 @@ class RegionLayout:
     def part_offset(self, rank: int, group: int) -> int:
         """Byte offset of a rank's part in the slot."""
         return sum(align_up(self.part_bytes(r, group)) for r in range(rank))
+
+    def parts(self, group: int) -> list[tuple[int, int]]:
+        """``(offset, nbytes)`` of each rank's part in the slot."""
+        return [(self.part_offset(rank, group), self.part_bytes(rank, group)) for rank in range(self.ranks)]
 
     def payload_bytes(self, group: int) -> int:
         """Bytes of a chunk at rest: all parts with their padding, a multiple of 4096."""

@@ -52,9 +52,9 @@ class Engine:
     """One engine over both connector halves and a tier: files in ``path``, or what ``tier`` says.
 
     ``settings`` go over what a test gets by default, ``tiers`` False: the files tier is not among that. ``spec`` goes
-    over what the engine says of itself, ``device`` makes the device, ``runner`` is for the RequestRunner. A start that
-    is refused leaves no worker behind; ``refused`` is what ranks other than the lowest were told. Leaving the ``with``
-    block shuts both halves down.
+    over what the engine says of itself, ``device`` makes the device, ``worker`` one rank's worker half, ``runner`` is
+    for the RequestRunner. A start that is refused leaves no worker behind; ``refused`` is what ranks other than the
+    lowest were told. Leaving the ``with`` block shuts both halves down.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class Engine:
         settings: Mapping[str, Any] | None = None,
         spec: Mapping[str, Any] | None = None,
         device: type[ByteDevice] = ByteDevice,
+        worker: Callable[[OrlopConfig, EngineSpec], Any] = OffloadingConnector.worker,
         **runner: Any,
     ) -> None:
         files = {"type": "files", "path": str(path), "bytes": "2MiB", "deadline": dict(PATIENT)}
@@ -87,8 +88,8 @@ class Engine:
         specs = [EngineSpec(**says, rank=r) for r in range(ranks)]
         size: dict[str, Any] = {"blocks": 40, "token_budget": 32, **runner}
         self.device = device(Geometry(groups, 4, 2), ranks=ranks, blocks=size["blocks"])
-        self.refused: list[OrlopError] = []
-        self.workers = [OffloadingConnector.worker(config, s) for s in specs]
+        self.refused: list[OrlopError | ConnectionError] = []
+        self.workers = [worker(config, s) for s in specs]
         try:
             self._register_all()
             self.connector = OffloadingConnector.scheduler(config, specs[0])
@@ -128,13 +129,13 @@ class Engine:
         if self.refused:
             raise self.refused[0]
 
-    def _try_to_register(self, worker: OffloadingConnector, caches: dict[str, Any]) -> None:
+    def _try_to_register(self, worker: Any, caches: dict[str, Any]) -> None:
         try:
             self._register(worker, caches)
-        except OrlopError as error:
+        except (OrlopError, ConnectionError) as error:
             self.refused.append(error)
 
-    def _register(self, worker: OffloadingConnector, caches: dict[str, Any]) -> None:
+    def _register(self, worker: Any, caches: dict[str, Any]) -> None:
         worker.register_kv_caches(caches)
 
     def _check_stores(self) -> None:

@@ -24,7 +24,7 @@ from orlop.config import parse_size
 from orlop.core import RegionLayout
 from orlop.errors import ConfigError, RegionError, ResourceError
 from orlop.host import region as region_module
-from orlop.host.limits import Limit, check_room, memory_limits
+from orlop.host.limits import Limit, check_room, memory_limit_bytes, memory_limits
 from orlop.host.region import HostRegion, socket_name
 
 LAYOUT = RegionLayout(slots=8, blocks_per_chunk=2, page_bytes=((5000, 3000), (4096, 3000)))
@@ -206,7 +206,7 @@ def test_locked_memory_counts_only_where_it_is_going_to_be_locked() -> None:
 def test_a_refusal_names_the_setting_and_a_size_that_works(
     monkeypatch: pytest.MonkeyPatch, free: int, said: str
 ) -> None:
-    limits = [Limit("another limit", 10**15), Limit("a limit", free)]
+    limits = [Limit("another limit", 10**15, 10**15), Limit("a limit", 10**12, free)]
     monkeypatch.setattr("orlop.host.limits.memory_limits", lambda **_: limits)
     layout = RegionLayout(64 * 10**9 // (1 << 20), 1, ((1 << 20,),))
     slots_bytes = layout.slots * layout.slot_bytes
@@ -240,10 +240,17 @@ def test_limits_of_both_kinds_of_cgroup_are_read(tmp_path: Path) -> None:
     assert by_end["memory/pod/one/memory.limit_in_bytes"] == 700
     assert by_end["unified/memory.max"] == 4010
     assert "unified/two/memory.max" not in by_end
+    assert memory_limit_bytes(proc=tmp_path / "proc", cgroups=tmp_path / "cg") == 1000
+    (tmp_path / "proc/self/cgroup").write_text("0::/unified/not/visible\n")  # as in a container
+    assert memory_limit_bytes(proc=tmp_path / "proc", cgroups=tmp_path / "cg") == 5000
+    (tmp_path / "proc/self/cgroup").unlink()
+    assert memory_limit_bytes(proc=tmp_path / "proc", cgroups=tmp_path / "cg") == 100 * 1024
 
 
 def test_a_machine_that_tells_nothing_limits_nothing(tmp_path: Path) -> None:
     assert memory_limits(proc=tmp_path, cgroups=tmp_path) == []
+    assert memory_limit_bytes(proc=tmp_path, cgroups=tmp_path) == sys.maxsize
+    assert 2**20 < memory_limit_bytes() < sys.maxsize
 
 
 # --- handing over -----------------------------------------------------------------------------------

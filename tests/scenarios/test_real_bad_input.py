@@ -297,6 +297,14 @@ def test_a_file_where_the_directory_should_be_refuses_the_start(
     assert (tmp_path / "taken").read_text(encoding="ascii") == "here already"
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "/".join(["deep"] * 1000)])
+def test_a_path_too_long_for_the_file_system_refuses_the_start(tmp_path: Path, name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^tiers\.0\.path: found one of \d+ characters, allowed: what the file system"
+    ):
+        Engine(tmp_path / name, "long", FULL, 1)
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [

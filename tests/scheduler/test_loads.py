@@ -337,3 +337,38 @@ def test_a_pending_suffix_behind_a_miss_is_no_reason_to_wait(async_scheduling: b
     rig.runner.step()
     assert (request.status, request.external_tokens) == (Status.WAITING_FOR_LOAD, 8)
     rig.finish()
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2, 3])
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 9, 40])
+@pytest.mark.fault("B076")
+def test_two_requests_of_one_prefix_load_it_right_whatever_window_and_chunk(
+    window: int, blocks_per_chunk: int, async_scheduling: bool
+) -> None:
+    geometry = Geometry((KVGroup(0, 4), KVGroup(1, 4, sliding_window=window)), 4, blocks_per_chunk)
+    rig = make_rig(geometry, async_scheduling=async_scheduling)
+    rig.store(range(25))
+    both = [rig.runner.add([*range(25), last]) for last in (1, 2)]
+    rig.finish()
+    assert both[0].was_external == 24
+    assert rig.scheduler.counters["surprises"] == 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "tokens_per_hash", "found"),
+    [
+        ((KVGroup(0, 4, sliding_window=0),), 4, "found a window of 0 tokens"),
+        ((KVGroup(0, 4, sliding_window=-3),), 4, "found a window of -3 tokens"),
+        ((KVGroup(0, 0),), 4, "found 0 tokens per block"),
+        ((KVGroup(0, 4),), 0, "found 0 tokens per hash"),
+        ((KVGroup(0, 6),), 4, "found 6 tokens per block"),
+        ((KVGroup(1, 4),), 4, "found group 1 in place 0"),
+        ((), 4, "found no KV group"),
+    ],
+)
+@pytest.mark.fault("B099")
+def test_groups_that_cannot_be_offloaded_are_refused(
+    groups: tuple[KVGroup, ...], tokens_per_hash: int, found: str
+) -> None:
+    with pytest.raises(ValueError, match=found):
+        Geometry(groups, tokens_per_hash, 1)

@@ -20,6 +20,7 @@ from orlop.core import Outcome, align_up
 from orlop.errors import ConfigError, InvariantError, StoreError
 from orlop.stores import files as files_module
 from orlop.stores.files import FilesStore
+from orlop.stores.files_folder import FilesFolder
 from orlop.testing.stores import (
     CHUNK_BYTES,
     ChunkStoreSuite,
@@ -237,13 +238,13 @@ def test_nothing_is_written_before_what_is_there_is_known(
     write(store, [store_key(1)], [1])
     store.close()
     go_on = threading.Event()
-    walk = FilesStore._walk
+    walk = FilesFolder.walk
 
-    def slow_walk(self: FilesStore) -> Iterator[tuple[bytes | None, os.DirEntry[str]]]:
+    def slow_walk(self: FilesFolder, **options: bool) -> Iterator[tuple[bytes | None, os.DirEntry[str]]]:
         assert go_on.wait(timeout=WAIT_S)
-        yield from walk(self)
+        yield from walk(self, **options)
 
-    monkeypatch.setattr(FilesStore, "_walk", slow_walk)
+    monkeypatch.setattr(FilesFolder, "walk", slow_walk)
     store = make(scan_wait_s=0.0)
     assert write(store, [store_key(2)], [2]) == [Outcome.UNAVAILABLE]
     assert read(store, [store_key(1)]) == [(Outcome.OK, 1)]

@@ -1,8 +1,8 @@
 """The command ``orlop``: its options, and nothing of what they do.
 
-In: the command line. Out: an exit code: 0 all well, 1 tokens differ (or the demo did not show what it should),
-2 something the user can put right, 130 stopped by Ctrl-C or SIGTERM. Never: an import of torch before a command needs
-it.
+In: the command line. Out: an exit code: 0 all well, 1 tokens differ, the demo did not show what it should, or
+something was found broken, 2 something the user can put right, 130 stopped by Ctrl-C or SIGTERM. Never: an import of
+torch before a command needs it.
 """
 
 from __future__ import annotations
@@ -113,6 +113,60 @@ def demo(
     from orlop.cli.demo import run_demo
 
     raise typer.Exit(run_demo(work_dir))
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Option(help="The settings to check, a JSON file. Default: none set.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check this machine and the settings: versions, memory, limits, each tier's directory and disk."""
+    from orlop.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(config, as_json))
+
+
+store = typer.Typer(help="Look into a tier's directory, verify it, clear it. Engines may go on using it meanwhile.")
+app.add_typer(store, name="store", no_args_is_help=True)
+
+StorePath = Annotated[Path, typer.Argument(help="The directory that the tier's 'path' names.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@store.command()
+def inspect(path: StorePath, as_json: AsJson = False) -> None:
+    """Namespaces, chunks, bytes, ages, and in which fields namespaces differ."""
+    from orlop.cli.store import run_inspect
+
+    raise typer.Exit(run_inspect(path, as_json))
+
+
+@store.command()
+def verify(
+    path: StorePath,
+    repair: Annotated[bool, typer.Option("--repair", help="Remove what does not verify.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read every chunk and check it to its last byte; exit code 1 where one does not verify and stays."""
+    from orlop.cli.store import run_verify
+
+    raise typer.Exit(run_verify(path, repair, as_json))
+
+
+@store.command()
+def clear(
+    path: StorePath,
+    namespace: Annotated[
+        list[str] | None, typer.Option(help="Of this namespace only: the beginning of its name. May be repeated.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Of all namespaces.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove stored chunks. Beside a running engine too: it computes what it does not find."""
+    from orlop.cli.store import run_clear
+
+    raise typer.Exit(run_clear(path, namespace or [], everything, yes, as_json))
 
 
 def main() -> None:

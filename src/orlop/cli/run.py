@@ -20,6 +20,7 @@ from rich.console import Console
 
 from orlop.cli.compare import Comparison, compare
 from orlop.cli.replay import RunReport, replay
+from orlop.cli.settings import read_settings
 from orlop.cli.stopping import STOPPED, stop_signals
 from orlop.cli.summary import ChunksTooLong, print_summary, summarise
 from orlop.cli.traces import TraceRequest, read_requests
@@ -120,7 +121,7 @@ def _settings(options: RunOptions, engine: EngineConfig, stack: ExitStack) -> Ma
     if options.config is not None:
         if options.files_path is not None:
             raise ConfigError("found --config and --files-path, expected one of them: a config names its own tiers")
-        return _read_settings(options.config)
+        return read_settings(options.config)
     path = options.files_path or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="orlop-run-")))
     device_bytes = engine.num_blocks * engine.block_tokens * ModelConfig().kv_bytes_per_token
     return {
@@ -132,18 +133,6 @@ def _settings(options: RunOptions, engine: EngineConfig, stack: ExitStack) -> Ma
             {"type": "files", "path": str(path), "bytes": "4GiB", "deadline": {"lookup": "5s", "promotion": "30s"}}
         ],
     }
-
-
-def _read_settings(path: Path) -> Mapping[str, Any]:
-    try:
-        settings = json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}; give a JSON file of settings") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: found no JSON ({error}), expected one JSON object of settings") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: found {type(settings).__name__}, expected one JSON object of settings")
-    return settings
 
 
 def _chunks_too_long(

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from orlop.config import OrlopConfig, memory_limit_bytes
+from orlop.config import OrlopConfig
 from orlop.core import EngineSpec, KVGroup
 from orlop.engine.batching import ScheduledStep, Scheduler, SchedulerHalf, StepReport
 from orlop.engine.blocks import NULL_BLOCK, BlockPool
@@ -35,6 +35,7 @@ from orlop.engine.model import Model, ModelConfig
 from orlop.engine.runner import Runner, WorkerHalf
 from orlop.engine.sequence import HASH_NAME, Sequence
 from orlop.errors import ConfigError, OrlopError
+from orlop.host.limits import memory_limit_bytes
 
 Connect = Callable[[EngineSpec, dict[str, Tensor]], tuple[WorkerHalf, SchedulerHalf]]
 """From what the engine says of itself and its KV tensors to the two halves of a connector."""

@@ -1,6 +1,6 @@
-"""What the machine can still give: memory, by everything that bounds it.
+"""What the machine can give: memory, by everything that bounds it.
 
-In: a layout, and the kernel's own pages on limits. Out: limits with the bytes that are left under them, or an error
+In: a layout, and the kernel's own pages on limits. Out: limits and the bytes that are left under them, or an error
 with these numbers. Never: an allocation, a change of a limit.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import resource
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,10 @@ _ROUNDING_BYTES = 3 * PAGE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Something that bounds a new region: a name for the message, and the bytes that are left under it."""
+    """Something that bounds memory: a name for messages, its bytes, and those that are left under it now."""
 
     name: str
+    limit_bytes: int
     available_bytes: int
 
 
@@ -37,7 +39,7 @@ def check_room(layout: RegionLayout, total_bytes: int, *, pinned: bool = False) 
     if fitting < layout.slot_bytes:
         advice = f"one chunk has {layout.slot_bytes} bytes: free memory, or raise that limit"
     else:
-        advice = f"set {_whole_units(fitting)} or less, or raise that limit"
+        advice = f"set {settable_bytes(fitting)} or less, or raise that limit"
     raise ResourceError(
         f"host.bytes: found {legible_bytes(slots_bytes)}, expected at most {legible_bytes(least.available_bytes)}, "
         f"which is what is free here ({least.name}); {advice}"
@@ -49,6 +51,12 @@ def free_bytes() -> int | None:
     return min((limit.available_bytes for limit in memory_limits()), default=None)
 
 
+def memory_limit_bytes(*, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """The most memory that this process may ever use: the machine's, or less where something else bounds it."""
+    limits = memory_limits(proc=proc, cgroups=cgroups)
+    return min((limit.limit_bytes for limit in limits), default=sys.maxsize)
+
+
 def legible_bytes(nbytes: int) -> str:
     """Three digits and a unit of powers of 1000: ``21.3 GB``."""
     unit, size = _unit(nbytes, 1)
@@ -57,7 +65,7 @@ def legible_bytes(nbytes: int) -> str:
     return f"{value:.{digits}f} {unit}"
 
 
-def _whole_units(nbytes: int) -> str:
+def settable_bytes(nbytes: int) -> str:
     """As a setting is written: at most ``nbytes``, and not less by more than a tenth."""
     unit, size = _unit(nbytes, 10)
     return f"{nbytes // size}{unit}"
@@ -72,7 +80,7 @@ def _unit(nbytes: int, least: int) -> tuple[str, int]:
 def memory_limits(
     *, pinned: bool = False, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> list[Limit]:
-    """What bounds this process' memory now; what cannot be read bounds nothing."""
+    """What bounds this process' memory; what cannot be read bounds nothing."""
     limits = [*_meminfo_limit(proc), *_cgroup_limits(proc, cgroups), *_rlimit(resource.RLIMIT_AS, "RLIMIT_AS", proc)]
     if pinned:
         limits += _rlimit(resource.RLIMIT_MEMLOCK, "RLIMIT_MEMLOCK", proc)
@@ -80,9 +88,10 @@ def memory_limits(
 
 
 def _meminfo_limit(proc: Path) -> Iterator[Limit]:
-    for line in _lines(proc / "meminfo"):
-        if line.startswith("MemAvailable:"):
-            yield Limit("MemAvailable of /proc/meminfo", int(line.split()[1]) * 1024)
+    found = {line.split(":")[0]: line.split()[1] for line in _lines(proc / "meminfo") if line.endswith(" kB")}
+    if "MemTotal" in found and "MemAvailable" in found:
+        total, available = (int(found[name]) * 1024 for name in ("MemTotal", "MemAvailable"))
+        yield Limit("MemAvailable of /proc/meminfo", total, available)
 
 
 def _cgroup_limits(proc: Path, cgroups: Path) -> Iterator[Limit]:
@@ -105,7 +114,8 @@ def _up(root: Path, path: str, limit_file: str, usage_file: str, cache_field: st
         usage = _lines(directory / usage_file)
         if limit and usage and limit[0].isdigit():
             cache = [int(line.split()[1]) for line in _lines(directory / "memory.stat") if line.startswith(cache_field)]
-            yield Limit(str(directory / limit_file), int(limit[0]) - int(usage[0]) + sum(cache[:1]))
+            available = int(limit[0]) - int(usage[0]) + sum(cache[:1])
+            yield Limit(str(directory / limit_file), int(limit[0]), available)
         if directory == root:
             return
 
@@ -115,7 +125,7 @@ def _rlimit(which: int, name: str, proc: Path) -> Iterator[Limit]:
     if soft == resource.RLIM_INFINITY:
         return
     used_pages = int(_lines(proc / "self/statm")[0].split()[0]) if which == resource.RLIMIT_AS else 0
-    yield Limit(name, soft - used_pages * mmap.PAGESIZE)
+    yield Limit(name, soft, soft - used_pages * mmap.PAGESIZE)
 
 
 def _lines(path: Path) -> list[str]:

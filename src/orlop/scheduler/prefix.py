@@ -49,12 +49,13 @@ class Lookups(NamedTuple):
 
 
 def needed_chunks(geometry: Geometry, group: KVGroup, on_device: int, tokens: int) -> tuple[int, int]:
-    """The chunk range ``[first, stop)`` that a hit of ``tokens`` needs of ``group``."""
+    """The chunk range ``[first, stop)`` that a hit of ``tokens`` needs of ``group``: none for a window of one token."""
     first = on_device
     if group.sliding_window is not None:
         first = max(first, tokens - group.sliding_window + 1)
     chunk_tokens = geometry.chunk_tokens(group.index)
-    return first // chunk_tokens, -(-tokens // chunk_tokens)
+    stop = -(-tokens // chunk_tokens)
+    return (first // chunk_tokens if first < tokens else stop), stop
 
 
 def find_hit(geometry: Geometry, groups: Sequence[GroupState], on_device: int, limit: int, lookups: Lookups) -> Hit:

@@ -407,6 +407,8 @@ class OffloadingConnectorScheduler:
         """The load that is bringing the first or the last chunk that this life would load."""
         for spec, group, loading in zip(self.geometry.groups, state.groups, self._chunks_being_loaded, strict=True):
             first, stop = needed_chunks(self.geometry, spec, on_device, tokens)
+            if first == stop:
+                continue
             job_id = loading.get(group.hashes[first], loading.get(group.hashes[stop - 1]))
             if self._is_wanted_load(job_id):
                 return job_id

@@ -3,13 +3,10 @@
 In: keys, headers and payloads. Out: the same bytes under the same key, or an outcome per key. Never: a look inside
 a chunk, a file under its final name that is not whole, more than its bound of bytes on disk.
 
-    <path>/v1/tmp/<token>.lock            one per writer, locked as long as its process lives
-    <path>/v1/tmp/<token>-<n>             a file being written
-    <path>/v1/<namespace>/<xxx>/<key>     a chunk: header, payload; xxx is the start of the key's XXH3
-
-A file is written under a name that no other writer can have, then renamed. There is no fsync: after a power cut a
-file may be there whose bytes are not, which does not verify and is a miss. A file that is evicted while somebody
-reads it stays readable to him until he closes it, so eviction need not know who reads what.
+What lies where is in ``files_folder``. A file is written under a name that no other writer can have, then renamed.
+There is no fsync: after a power cut a file may be there whose bytes are not, which does not verify and is a miss. A
+file that is evicted while somebody reads it stays readable to him until he closes it, so eviction need not know who
+reads what.
 
 The bound counts whole pages of every file in the directory, including what other processes and earlier versions
 left there. Own files are counted exactly and before they are written; those of other processes on the same
@@ -20,7 +17,6 @@ write within one interval. What was used longest ago goes first, whatever its na
 from __future__ import annotations
 
 import errno
-import fcntl
 import itertools
 import logging
 import mmap
@@ -39,18 +35,17 @@ from typing import Literal
 import numpy as np
 import xxhash
 
-from orlop.core import DIGEST_BYTES, PAGE_BYTES, Outcome, align_up
+from orlop.core import PAGE_BYTES, Outcome, align_up
 from orlop.errors import ConfigError, InvariantError, StoreError
+from orlop.stores.files_folder import LAYOUT_VERSION, FilesFolder, entries, try_lock
 from orlop.tiering.base import ChunkStore, StoredChunk
 
 log = logging.getLogger(__name__)
 
-LAYOUT_VERSION = "v1"
 MIN_BYTES = 1 << 20
 
 _VERSION_NAME = re.compile(r"v\d+")
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
-_FAN_OUT_DIGITS = 3
 _KEY_LOCKS = 64
 _CACHED_ANSWERS = 1 << 16
 _SAY_AGAIN_S = 300.0
@@ -111,7 +106,8 @@ class FilesStore(ChunkStore):
         if direct_io not in ("auto", "on", "off"):
             raise ConfigError(f"direct_io: found {direct_io!r}, allowed: 'auto', 'on' or 'off'")
         self._path = Path(path)
-        self._root = self._path / LAYOUT_VERSION
+        self._folder = FilesFolder(path)
+        self._root = self._folder.root
         self._max_bytes = max_bytes
         self._touch_interval_s = touch_interval_s
         self._clock = clock
@@ -164,11 +160,7 @@ class FilesStore(ChunkStore):
 
     def scan(self) -> Iterator[StoredChunk]:
         """All chunks of all namespaces, from the directory. ``nbytes`` includes the header."""
-        now = self._wall_clock()
-        for key, entry in self._chunks():
-            with suppress(OSError):
-                found = entry.stat()
-                yield StoredChunk(key, found.st_size, max(0.0, now - found.st_mtime))
+        return self._folder.scan(self._wall_clock())
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """The keys were of use, the first of them most: it is the start of the prefix that the others extend."""
@@ -198,9 +190,7 @@ class FilesStore(ChunkStore):
 
     def path_of(self, key: bytes) -> str:
         """Where the chunk of ``key`` lies, or would lie."""
-        tail = key[DIGEST_BYTES:]
-        fan_out = xxhash.xxh3_64_hexdigest(tail)[:_FAN_OUT_DIGITS]
-        return f"{self._root}/{key[:DIGEST_BYTES].hex()}/{fan_out}/{tail.hex()}"
+        return self._folder.path_of(key)
 
     # --- contains, delete ----------------------------------------------------------------------------
 
@@ -434,7 +424,7 @@ class FilesStore(ChunkStore):
 
     def check(self) -> None:
         """Recount from the directory; ``InvariantError`` where the books differ. For a quiet store only."""
-        found = {key: align_up(entry.stat().st_size) for key, entry in self._chunks()}
+        found = {key: align_up(entry.stat().st_size) for key, entry in self._folder.chunks()}
         with self._lock:
             booked = {key: entry.nbytes for key, entry in self._index.items()}
             totals = (self._indexed_bytes, self._arriving_bytes)
@@ -463,7 +453,7 @@ class FilesStore(ChunkStore):
             foreign = self._foreign_elsewhere()
             with self._lock:
                 unseen = set(self._index)
-            for key, entry in self._walk():
+            for key, entry in self._folder.walk(remove_empty=True):
                 if self._closing.is_set():
                     return
                 if key is None:
@@ -495,7 +485,7 @@ class FilesStore(ChunkStore):
 
     def _foreign_elsewhere(self) -> int:
         """Bytes outside our layout that count and are not ours to evict: other versions, other writers' files."""
-        others = (e for e in _entries(self._path) if _VERSION_NAME.fullmatch(e.name) and e.name != LAYOUT_VERSION)
+        others = (e for e in entries(self._path) if _VERSION_NAME.fullmatch(e.name) and e.name != LAYOUT_VERSION)
         return self._writer.bytes_of_others() + sum(_tree_bytes(entry.path) for entry in others)
 
     def _shrink(self) -> None:
@@ -506,41 +496,12 @@ class FilesStore(ChunkStore):
                     if self._used() <= self._squeeze.limit():
                         return
 
-    def _walk(self) -> Iterator[tuple[bytes | None, os.DirEntry[str]]]:
-        """Every file of our layout, one fan-out directory at a time; the key is None where the name is not ours.
-
-        Directories found empty are removed on the way.
-        """
-        for namespace in _entries(self._root):
-            if namespace.name == "tmp":
-                continue
-            if not _is_hex(namespace.name, 2 * DIGEST_BYTES):
-                yield None, namespace
-                continue
-            for fan_out in _entries(namespace.path):
-                if not fan_out.is_dir(follow_symlinks=False):
-                    yield None, fan_out
-                    continue
-                files = list(_entries(fan_out.path))
-                for entry in files:
-                    yield self._key_of(namespace.name, fan_out.name, entry), entry
-                if not files:
-                    _rmdir(fan_out.path)
-            _rmdir(namespace.path)
-
-    def _chunks(self) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
-        return ((key, entry) for key, entry in self._walk() if key is not None)
-
-    def _key_of(self, namespace: str, fan_out: str, entry: os.DirEntry[str]) -> bytes | None:
-        if not _is_hex(entry.name) or len(fan_out) != _FAN_OUT_DIGITS or not entry.is_file(follow_symlinks=False):
-            return None
-        key = bytes.fromhex(namespace + entry.name)
-        return key if self.path_of(key) == entry.path else None
-
     # --- start, trouble ----------------------------------------------------------------------------------
 
     def _open_directory(self) -> None:
         try:
+            with suppress(FileNotFoundError):
+                os.stat(self._root)  # says what is wrong with a path that is too long to make
             os.makedirs(self._root, exist_ok=True)
             os.scandir(self._root).close()
         except (FileExistsError, NotADirectoryError) as error:
@@ -548,6 +509,11 @@ class FilesStore(ChunkStore):
                 f"path: found a file at {_in_the_way(self._root)}, allowed: a directory, or where one can be made"
             ) from error
         except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                raise ConfigError(
+                    f"path: found one of {len(str(self._path))} characters, allowed: what the file system takes "
+                    f"({_named(error)})"
+                ) from error
             raise StoreError(
                 f"path: found {self._path} unusable ({_named(error)}), expected a directory that can be created, "
                 "read and written; check the path, its owner and the mount"
@@ -697,7 +663,7 @@ class _Writer:
     def collect_leftovers(self) -> int:
         """Remove what dead writers left; how many files."""
         by_token: dict[str, list[str]] = {}
-        for entry in _entries(self._directory):
+        for entry in entries(self._directory):
             by_token.setdefault(re.split(r"[-.]", entry.name)[0], []).append(entry.path)
         by_token.pop(self._token, None)
         return sum(self._collect(token, paths) for token, paths in by_token.items())
@@ -705,7 +671,7 @@ class _Writer:
     def bytes_of_others(self) -> int:
         own = f"{self._token}-"
         return sum(
-            _tree_bytes(e.path) for e in _entries(self._directory) if not (self._token and e.name.startswith(own))
+            _tree_bytes(e.path) for e in entries(self._directory) if not (self._token and e.name.startswith(own))
         )
 
     def _lock_path(self, token: str) -> str:
@@ -717,7 +683,7 @@ class _Writer:
             token = os.urandom(8).hex()
             fd = os.open(self._lock_path(token), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
             # A collector may have met the file between the two calls; then it has it, or has removed it.
-            if _try_lock(fd) is not False and os.fstat(fd).st_nlink:
+            if try_lock(fd) is not False and os.fstat(fd).st_nlink:
                 self._token, self._lock_fd = token, fd
             else:
                 os.close(fd)
@@ -737,7 +703,7 @@ class _Writer:
         except OSError:
             return self._remove_aged(files)
         try:
-            locked = _try_lock(fd)
+            locked = try_lock(fd)
             if not locked:
                 return self._remove_aged(files) if locked is None else 0
             # The lock file last: without it the others would have to wait for their age.
@@ -827,15 +793,6 @@ def _mtime(path: str, default: float) -> float:
         return default
 
 
-def _entries(directory: str | Path) -> Iterator[os.DirEntry[str]]:
-    """The entries of a directory; none where it cannot be read."""
-    try:
-        with os.scandir(directory) as entries:
-            yield from entries
-    except OSError:
-        return
-
-
 def _tree_bytes(path: str) -> int:
     """Whole pages of a file, or of all files below a directory."""
     try:
@@ -843,19 +800,8 @@ def _tree_bytes(path: str) -> int:
     except OSError:
         return 0
     if stat.S_ISDIR(found.st_mode):
-        return sum(_tree_bytes(entry.path) for entry in _entries(path))
+        return sum(_tree_bytes(entry.path) for entry in entries(path))
     return align_up(found.st_size)
-
-
-def _try_lock(fd: int) -> bool | None:
-    """Whether the lock is ours now; None where the file system knows no locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
 
 
 def _remove(paths: Iterable[str]) -> int:
@@ -865,15 +811,6 @@ def _remove(paths: Iterable[str]) -> int:
             os.unlink(path)
             removed += 1
     return removed
-
-
-def _rmdir(path: str) -> None:
-    with suppress(OSError):
-        os.rmdir(path)
-
-
-def _is_hex(name: str, length: int | None = None) -> bool:
-    return re.fullmatch(r"(?:[0-9a-f]{2})+", name) is not None and length in (None, len(name))
 
 
 def _named(error: OSError) -> str:

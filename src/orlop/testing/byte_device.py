@@ -113,9 +113,13 @@ class ByteDevice:
             for rank in range(self.ranks):
                 self._attend(rank, forward)
                 self._write(rank, forward)
-            if forward.start + forward.count == len(forward.digests):
-                last = forward.digests[-1]
-                forward.digests.append(self.lineage.extend(last, self.lineage.sample(last)))
+            self._sample(forward)
+
+    def _sample(self, forward: Forward) -> None:
+        """The next token of a request whose last one this step computes."""
+        if forward.start + forward.count == len(forward.digests):
+            last = forward.digests[-1]
+            forward.digests.append(self.lineage.extend(last, self.lineage.sample(last)))
 
     def _write(self, rank: int, forward: Forward) -> None:
         for group in self.geometry.groups:

@@ -32,7 +32,7 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 
 from orlop.background import start_thread
-from orlop.core import PAGE_BYTES, Namespace, Outcome, RegionLayout
+from orlop.core import PAGE_BYTES, Namespace, Outcome
 from orlop.errors import ConfigError, EnvelopeError, MissingExtra, OrlopError, StoreError
 from orlop.host.region import HostRegion
 from orlop.tiering import envelope
@@ -154,7 +154,7 @@ class IoWorker:
         self._send = send
         self._ended = ended
         self._clock = clock
-        self._parts = [_parts_of(region.layout, group) for group in range(region.layout.groups)]
+        self._parts = [region.layout.parts(group) for group in range(region.layout.groups)]
         self._store: ChunkStore | None = None
         self._building = threading.Lock()
         # One lock for the queues and counts below, never held during I/O, and one bell per kind of thread.
@@ -611,11 +611,6 @@ def _report(job: _Job, now: float) -> Report:
         job.failed,
         job.damaged,
     )
-
-
-def _parts_of(layout: RegionLayout, group: int) -> list[tuple[int, int]]:
-    """``(offset, nbytes)`` of each rank's part in a slot."""
-    return [(layout.part_offset(rank, group), layout.part_bytes(rank, group)) for rank in range(layout.ranks)]
 
 
 def _checked(outcomes: Sequence[Outcome], count: int) -> list[Outcome]:

@@ -81,8 +81,12 @@ class Fingerprint:
         """The namespace of this fingerprint in ``generation`` (16 bytes)."""
         if len(generation) != DIGEST_BYTES:
             raise ValueError(f"found a generation of {len(generation)} bytes, expected {DIGEST_BYTES}")
-        text = _canonical(self.describe())
-        return Namespace(hashlib.blake2b(text + generation, digest_size=DIGEST_BYTES).digest(), generation)
+        return Namespace(digest_of(self.describe(), generation), generation)
+
+
+def digest_of(description: Mapping[str, Any], generation: bytes) -> bytes:
+    """The digest of the namespace that ``description`` describes, in ``generation``; both as they were stored."""
+    return hashlib.blake2b(_canonical(description) + generation, digest_size=DIGEST_BYTES).digest()
 
 
 def _plain(value: Any, where: str) -> Any:

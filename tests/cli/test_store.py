@@ -1,0 +1,207 @@
+"""``orlop store``: what an engine has stored, seen, verified and swept from outside, also while it runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from orlop.cli.main import main
+from orlop.cli.stored import Stored, open_folder
+from orlop.engine.llm import LLM, EngineConfig
+from orlop.stores.files_folder import FilesFolder
+from orlop.tiering.envelope import HEADER_BYTES
+
+PROMPTS = [[(start + n * n) % 500 for n in range(200)] for start in (0, 1, 2)]
+
+
+def engine(path, blocks_per_chunk=2):
+    files = {"path": str(path), "bytes": "64MiB", "deadline": {"lookup": "60s", "promotion": "60s"}}
+    settings = {"host": "4MiB", "blocks_per_chunk": blocks_per_chunk, "files": files, "drain_deadline": "60s"}
+    return LLM(EngineConfig(num_blocks=64, drain_deadline_s=60), offload=settings)
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """A store with three namespaces: one engine's, the same after a reset, one of longer chunks."""
+    path = tmp_path_factory.mktemp("filled") / "tier"
+    for blocks_per_chunk in (2, 4):
+        llm = engine(path, blocks_per_chunk)
+        llm.generate(PROMPTS, max_tokens=2)
+        if blocks_per_chunk == 2:
+            llm.reset_prefix_cache()
+            llm.generate(PROMPTS[:1], max_tokens=2)
+        llm.shutdown()
+    return path
+
+
+@pytest.fixture
+def tier(filled, tmp_path):
+    """A copy to be damaged, with the times of the original."""
+    return shutil.copytree(filled, tmp_path / "tier", copy_function=shutil.copy2)
+
+
+@pytest.fixture
+def orlop(monkeypatch, capsys):
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["orlop", "store", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return ended.value.code, json.loads(out) if "--json" in arguments and out else out, err
+
+    return run
+
+
+def files_below(path):
+    return {os.path.join(d, n) for d, _, names in os.walk(path) for n in names}
+
+
+def chunk_files(path):
+    return sorted(FilesFolder(path).path_of(chunk.key) for chunk in FilesFolder(path).scan())
+
+
+def test_inspect_counts_what_is_there_and_names_where_namespaces_differ(tier, orlop):
+    exit_code, said, _ = orlop("inspect", tier, "--json")
+    assert (exit_code, said["kind"], said["engines"]) == (0, "files", 0)
+    assert sum(n["chunks"] for n in said["namespaces"]) == len(chunk_files(tier)) > 0
+    assert sum(n["stored_bytes"] for n in said["namespaces"]) == sum(map(os.path.getsize, chunk_files(tier)))
+    by_kind = {(n["description"]["blocks_per_chunk"], n["after_reset"]): n["chunks"] for n in said["namespaces"]}
+    assert by_kind == {(2, False): 18, (2, True): 6, (4, False): 9}
+    fields = {tuple(pair["fields"]) for pair in said["differences"]}
+    assert fields == {("blocks_per_chunk",), ("blocks_per_chunk", "generation")}
+    text = orlop("inspect", tier)[1]
+    for word in ("3 namespaces", "33 chunks", "differ in: blocks_per_chunk", "chunk, generation", "after a reset"):
+        assert word in text
+
+
+def test_looking_changes_nothing(tier, orlop):
+    def state():
+        return {path: (os.stat(path).st_mtime_ns, os.stat(path).st_size) for path in files_below(tier)}
+
+    before = state()
+    assert orlop("inspect", tier)[0] == 0
+    assert orlop("verify", tier)[0] == 0
+    assert state() == before
+
+
+def damage(path, how):
+    content = bytearray(path.read_bytes())
+    if how == "payload_checksum":
+        content[HEADER_BYTES + 5] ^= 1
+    elif how == "header_checksum":
+        content[100] ^= 1
+    elif how == "bad_magic":
+        content[0] ^= 1
+    elif how == "length":
+        del content[-1:]
+    elif how == "version":
+        content[8] = 99
+    path.write_bytes(content)
+
+
+def test_verify_counts_by_reason_and_repair_removes_what_is_bad_and_nothing_else(tier, orlop):
+    paths = [Path(p) for p in chunk_files(tier)]
+    reasons = ["payload_checksum", "payload_checksum", "header_checksum", "bad_magic", "length", "version"]
+    for path, how in zip(paths, reasons, strict=False):
+        damage(path, how)
+    other = next(p for p in paths[6:] if p.parents[1] == paths[6].parents[1] and p != paths[6])
+    other.write_bytes(paths[6].read_bytes())  # whole, but another chunk's
+    expected = {"payload_checksum": 2, "header_checksum": 1, "bad_magic": 1, "length": 1, "version": 1}
+    expected |= {"foreign_key": 1, "ok": 26}
+    exit_code, said, _ = orlop("verify", tier, "--json")
+    assert (exit_code, said["chunks"], said["removed"]) == (1, expected, 0)
+    assert "6 do not verify" in orlop("verify", tier)[1]
+    exit_code, said, _ = orlop("verify", tier, "--repair", "--json")
+    assert (exit_code, said["removed"]) == (0, 6)
+    assert orlop("verify", tier, "--json")[:2] == (
+        0,
+        {"path": str(tier), "chunks": {"ok": 26, "version": 1}, "removed": 0, "interrupted": False},
+    )
+    assert not other.exists()
+    assert paths[5].exists()
+
+
+def test_a_payload_whose_layout_nothing_tells_is_counted_apart_and_kept(tier, orlop):
+    for path in tier.glob("*.json"):
+        path.write_text(path.read_text().replace("float32", "float16"))  # describes nothing that is here
+    exit_code, said, _ = orlop("verify", tier, "--repair", "--json")
+    assert exit_code == 0
+    assert said["removed"] == 0
+    assert set(said["chunks"]) <= {"no_description", "ok"}
+    assert sum(said["chunks"].values()) == 33
+    assert "no description" in orlop("inspect", tier)[1]
+
+
+def test_clear_removes_one_namespace_with_its_description_and_leaves_the_others(tier, orlop):
+    namespaces = orlop("inspect", tier, "--json")[1]["namespaces"]
+    target = next(n["digest"] for n in namespaces if n["description"]["blocks_per_chunk"] == 4)
+    assert orlop("clear", tier, "--namespace", target[:12], "--yes", "--json")[:2] == (
+        0,
+        {"path": str(tier), "removed": 9, "interrupted": False},
+    )
+    left = orlop("inspect", tier, "--json")[1]["namespaces"]
+    assert sorted(n["digest"] for n in left) == sorted(n["digest"] for n in namespaces if n["digest"] != target)
+    assert orlop("clear", tier, "--all", "--yes")[1] == "removed 24 chunks\n"
+    assert orlop("inspect", tier, "--json")[1]["namespaces"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["clear", "{tier}"], "found neither of --namespace and --all"),
+        (["clear", "{tier}", "--all", "--namespace", "a"], "found both of --namespace and --all"),
+        (["clear", "{tier}", "--namespace", "xyz", "--yes"], "--namespace xyz: found 0 that begin so"),
+        (["clear", "{tier}", "--all"], "found nobody to ask"),
+        (["inspect", "{tier}/v1"], "found no store there"),
+        (["verify", "{tier}/missing"], "found no such directory"),
+    ],
+)
+def test_what_a_user_can_put_right_is_one_line_and_nothing_is_removed(tier, orlop, monkeypatch, arguments, says):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    before = files_below(tier)
+    exit_code, out, err = orlop(*(a.format(tier=tier) for a in arguments))
+    assert (exit_code, out, err.count("\n")) == (2, "", 1)
+    assert says in err
+    assert files_below(tier) == before
+
+
+class Answer:
+    def __init__(self, text):
+        self.text = text
+
+    def isatty(self):
+        return True
+
+    def readline(self, *_):
+        return self.text
+
+
+@pytest.mark.parametrize(("answer", "left"), [("n\n", 33), ("y\n", 0)])
+def test_clear_asks_and_does_what_it_is_told(tier, orlop, monkeypatch, answer, left):
+    monkeypatch.setattr("sys.stdin", Answer(answer))
+    exit_code, _, err = orlop("clear", tier, "--all")
+    assert "remove these chunks?" in err
+    assert exit_code == (1 if left else 0)
+    assert len(chunk_files(tier)) == left
+
+
+def test_an_engine_goes_on_beside_clear_and_generates_the_same_tokens(tmp_path, orlop):
+    path = tmp_path / "tier"
+    llm = engine(path)
+    expected = [r.tokens for r in llm.generate(PROMPTS, max_tokens=4)]
+    assert Stored(open_folder(path)).folder.engines() == 1
+    exit_code, said, _ = orlop("clear", path, "--all", "--yes", "--json")
+    assert (exit_code, said["removed"] > 0, chunk_files(path)) == (0, True, [])
+    assert list(path.glob("*.json"))  # its description stays: it writes that at its start only
+    for _ in range(2):
+        assert [r.tokens for r in llm.generate(PROMPTS[::-1], max_tokens=4)] == expected[::-1]
+    llm.check()
+    llm.shutdown()
+    assert orlop("verify", path)[0] == 0
+    assert orlop("inspect", path, "--json")[1]["engines"] == 0
