@@ -37,6 +37,7 @@ types: setup
 
 docs: setup
 	$(BIN)/python tools/settings_reference.py
+	$(BIN)/python tools/metrics_reference.py
 	$(BIN)/python tools/fault_table.py
 
 # The table and the picture of the demo, measured on this machine.
@@ -73,7 +74,7 @@ $(VENV_VLLM)/.ready: pyproject.toml
 	$(VENV_VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	$(VENV_VLLM)/bin/python -m pip install -q --disable-pip-version-check --no-deps -e .
 	$(VENV_VLLM)/bin/python -m pip install -q --disable-pip-version-check \
-		'numpy>=1.26' 'pydantic>=2.11' 'xxhash>=3.4' 'typer>=0.12' 'rich>=13' \
+		'numpy>=1.26' 'pydantic>=2.11' 'xxhash>=3.4' 'typer>=0.12' 'rich>=13' 'prometheus-client>=0.21' \
 		'pytest>=8' 'hypothesis>=6.100'
 	touch $@
 

@@ -260,7 +260,12 @@ class ChunkStore(ABC):
         """The keys were of use."""
 
     def stats(self) -> Mapping[str, float]:
-        """Counters and gauges by name."""
+        """Counters and gauges by name; counters only grow.
+
+        Known to metrics and the start line are the gauges ``bytes`` and ``chunks`` (kept), ``limit_bytes`` (the bound),
+        ``counted`` (0 while it still looks through what is there; left out where it never has to), and the counter
+        ``evicted_chunks``.
+        """
         return {}
 
     def close(self) -> None:

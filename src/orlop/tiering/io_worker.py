@@ -20,6 +20,7 @@ makes that rare.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import mmap
@@ -63,6 +64,7 @@ FIRST_PROBE = 32
 LARGEST_PROBE = 1024
 MOST_TOUCHES = 256
 STATS_EVERY_S = 1.0
+COUNT_AGAIN_S = 0.02
 CLEAR_RETRY_S = 1.0
 DELETE_BATCH = 256
 LINE_CHARACTERS = 1000
@@ -545,9 +547,18 @@ class IoWorker:
 
     def _build_first(self) -> None:
         try:
-            self._get_store()
+            store = self._get_store()
         except BaseException as e:
             self._send(NotReady(one_line(e), isinstance(e, ConfigError | MissingExtra)))
+        else:
+            self._say_what_it_holds(store)
+
+    def _say_what_it_holds(self, store: ChunkStore) -> None:
+        """Once it knows: a store may still be looking through its directory."""
+        with contextlib.suppress(Exception):  # what it counts is no reason to fail
+            while not store.stats().get("counted", 1.0) and not self._closing:
+                time.sleep(COUNT_AGAIN_S)
+            self._send(StoreStats(dict(store.stats())))
 
     def _get_store(self) -> ChunkStore:
         if self._store is not None:
