@@ -138,7 +138,7 @@ def try_lock(fd: int) -> bool | None:
 
 def _is_locked(path: str) -> bool:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe may lie there
     except OSError:
         return False
     try:
