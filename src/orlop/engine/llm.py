@@ -64,7 +64,8 @@ class EngineConfig:
     ``model``: the seeded model that runs where no directory is given; of a directory it becomes what is there.
     ``max_step_tokens``: the most tokens one step computes; longer prompts are computed in parts.
     ``max_running``: the most sequences in one step. ``idle_wait_s``: how long a step that had nothing to compute
-    waits before the next one. ``drain_deadline_s``: how long ``shutdown`` steps on for transfers.
+    waits before the next one. ``drain_deadline_s``: how long ``shutdown``, and ``generate`` after its last token,
+    step on for transfers.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -261,16 +262,18 @@ class LLM:
         """Run prompts to their end, all queued at once; results in the order of the prompts.
 
         ``params``: those of all, or one per prompt. A single text is one prompt. Raises what ``add_request`` raises,
-        and then none of the prompts is queued. Steps on until transfers are settled.
+        and then none of the prompts is queued. Steps on for transfers that are not settled, up to the drain deadline.
         """
         ids = self._add_all(prompts, params)
+        wanted = set(ids)
         by_id: dict[str, Result] = {}
-        while self._is_busy():
-            for result in self._step():
-                if result.request_id in ids:
-                    by_id[result.request_id] = result
-                else:
-                    self._unclaimed.append(result)
+        while len(by_id) < len(ids):
+            ended = self._step()
+            by_id |= {result.request_id: result for result in ended if result.request_id in wanted}
+            self._unclaimed += [result for result in ended if result.request_id not in wanted]
+        deadline = self._clock() + self.config.drain_deadline_s
+        while self._has_transfers() and self._clock() < deadline:
+            self._unclaimed += self._step()
         return [by_id[request_id] for request_id in ids]
 
     def stream(
@@ -395,9 +398,12 @@ class LLM:
         return self.runner.logits_after(tokens)
 
     def _is_busy(self) -> bool:
-        if self.scheduler.has_unfinished or self._unreported or self.scheduler.ended_while_loading:
-            return True
-        return self.connector is not None and self.connector.has_pending_push_work()
+        return self.scheduler.has_unfinished or bool(self._unreported) or self._has_transfers()
+
+    def _has_transfers(self) -> bool:
+        return bool(self.scheduler.ended_while_loading) or (
+            self.connector is not None and self.connector.has_pending_push_work()
+        )
 
     def _refuse_after_shutdown(self) -> None:
         if self._is_shut_down:
