@@ -43,6 +43,8 @@ from orlop.scheduler.request import Job, RequestState
 from orlop.scheduler.stores import PlannedStore, StorePlanner
 from orlop.tiering.base import OffloadingManager
 
+FEW = 256
+"""The list of deadlines keeps at most so many jobs that are over, and as many more as are not."""
 EVERY_CHUNK = 1 << 62
 """The budget of a life that has ended: what is not stored now never is."""
 
@@ -139,6 +141,11 @@ class OffloadingConnectorScheduler:
         if num_external_tokens > 0:
             state.since = None
             self._start_load(state, num_external_tokens, now)
+
+    def load_origins(self, request: Request) -> Mapping[str, int]:
+        """Tokens of the request's latest load by the tier that had them (``host`` or its name); empty without one."""
+        state = self._live.get(request.request_id)
+        return state.load_origins if state is not None else {}
 
     def request_finished(self, request: Request, *, now: float) -> tuple[bool, None]:
         """The request ends, for any reason; its blocks are freed right after. Never delays that."""
@@ -395,20 +402,25 @@ class OffloadingConnectorScheduler:
         for reservation, loading in zip(reservations, self._chunks_being_loaded, strict=True):
             loading.update(dict.fromkeys(reservation.hashes, job.job_id))
         state.load_base = on_device
-        self._count_origins(reservations[0], num_external_tokens)
+        state.load_origins = self._origins(reservations[0], num_external_tokens)
+        self._count_origins(state.load_origins)
         self._current_batch_load_jobs.append(
             TransferJob(job.job_id, state.context.req_id, TransferKind.LOAD, tuple(transfers), doomed=short)
         )
 
-    def _count_origins(self, reservation: Reservation, num_tokens: int) -> None:
-        """Tokens loaded, by the tier that had them: whole chunks for secondary tiers, the rest was in host memory."""
-        self.counters["tokens_loaded"] += num_tokens
+    def _origins(self, reservation: Reservation, num_tokens: int) -> Mapping[str, int]:
+        """Tokens of a load by the tier that had them: whole chunks for secondary tiers, the rest was in host memory."""
+        origins: dict[str, int] = {}
         per_chunk = self.geometry.chunk_tokens(reservation.group)
         for name, chunks in reservation.origins.items():
-            brought = min(chunks * per_chunk, num_tokens)
-            self.counters[f"tokens_loaded {name}"] += brought
-            num_tokens -= brought
-        self.counters["tokens_loaded host"] += num_tokens
+            origins[name] = min(chunks * per_chunk, num_tokens)
+            num_tokens -= origins[name]
+        return {**origins, "host": num_tokens}
+
+    def _count_origins(self, origins: Mapping[str, int]) -> None:
+        self.counters["tokens_loaded"] += sum(origins.values())
+        for name, tokens in origins.items():
+            self.counters[f"tokens_loaded {name}"] += tokens
 
     def _load_transfer(
         self, state: RequestState, index: int, reservation: Reservation, first: int, on_device: int, tokens: int
@@ -617,6 +629,8 @@ class OffloadingConnectorScheduler:
         reservations = tuple(p.reservation for p in planned)
         job = self._new_job(TransferKind.STORE, state, reservations, transfers, now + self.options.store_deadline_s)
         self._store_deadlines.append(job)
+        if len(self._store_deadlines) > 2 * len(self._jobs) + FEW:  # behind one that is late they would gather
+            self._store_deadlines = deque(j for j in self._store_deadlines if j.job_id in self._jobs)
         for transfer in transfers:
             if state.finished or self.geometry.groups[transfer.group].sliding_window is not None:
                 self._fences.raise_for(job, transfer.block_ids)
