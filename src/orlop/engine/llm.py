@@ -159,10 +159,10 @@ class LLM:
         checkpoint = Checkpoint.open(model) if model is not None else None
         self.config = config if checkpoint is None else replace(config, model=checkpoint.config)
         self._clock = clock
-        _refuse_too_large(self.config)
+        room_bytes = _room_beside_kv_cache(self.config)
         self._end_tokens = frozenset() if checkpoint is None else checkpoint.end_tokens
         self.text = Text(None if checkpoint is None else checkpoint.tokenizer())
-        net = Model(self.config.model) if checkpoint is None else checkpoint.load()
+        net = Model(self.config.model) if checkpoint is None else checkpoint.load(room_bytes)
         self._weights_identity = None if checkpoint is None else weights_identity(checkpoint.directory)
         self.runner = Runner(net, self.config.num_blocks, self.config.block_tokens)
         self.scheduler = self._new_scheduler()
@@ -466,8 +466,8 @@ def _token_ids(prompt: Iterable[Any]) -> list[int]:
         raise ConfigError(f"found the prompt {found}, expected text or a list of token ids (whole numbers)") from None
 
 
-def _refuse_too_large(config: EngineConfig) -> None:
-    """``ConfigError`` for a KV cache that this process can never have."""
+def _room_beside_kv_cache(config: EngineConfig) -> int:
+    """Bytes that this process may have beside its KV cache; ``ConfigError`` where that one alone is too large."""
     block_bytes = config.block_tokens * config.model.kv_bytes_per_token
     found, limit = config.num_blocks * block_bytes, memory_limit_bytes()
     if found > limit:
@@ -479,6 +479,7 @@ def _refuse_too_large(config: EngineConfig) -> None:
             f"num_blocks: found {config.num_blocks} device blocks of {block_bytes} bytes, a KV cache of {found} "
             f"bytes, expected {limit} bytes at most, the memory limit of this process; lower {lower}"
         )
+    return limit - found
 
 
 def _offloading(settings: OrlopConfig | Mapping[str, Any]) -> Connect:
