@@ -61,6 +61,13 @@ def window(tokens: int = 256) -> Any:
     return SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=tokens)
 
 
+def latent() -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    return MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
+
+
 def recurrent() -> Any:
     import torch
     from vllm.v1.kv_cache_interface import MambaSpec
@@ -176,6 +183,7 @@ def test_a_group_that_cannot_be_kept_is_named() -> None:
 
     (said,) = groups_left_out(kv_cache(full(), recurrent()))
     assert said == "KV group 1 (mamba, 2 layers)"
+    assert groups_left_out(kv_cache(latent())) == ["KV group 0 (mla_attention, 2 layers)"]
     assert groups_left_out(kv_cache(full(), host_resident=True))
     assert groups_left_out(kv_cache(full(), enable_kv_transfer=False))
     assert groups_left_out(kv_cache())

@@ -141,19 +141,6 @@ def test_with_prefix_caching_off_and_prompts_in_parts(
         made.settle()
 
 
-def test_latent_attention_is_offloaded_as_full_attention(
-    checkpoint: Callable[[str], Path], reference: Callable[[str], Any]
-) -> None:
-    right = reference("deepseek").answers(TURN)
-    with engine(checkpoint("deepseek"), {"host": "64MB"}) as made:
-        assert_right(made.ask(TURN), right, "latent")
-        made.settle()
-        made.forget_device()
-        assert_right(made.ask(TURN), right, "latent, again")
-        assert loaded(made) > 0
-        made.settle()
-
-
 def test_adapters_keep_to_themselves(
     checkpoint: Callable[[str], Path], tmp_path: Path, orlop_log: pytest.LogCaptureFixture
 ) -> None:
