@@ -184,6 +184,7 @@ def test_a_group_that_cannot_be_kept_is_named() -> None:
     (said,) = groups_left_out(kv_cache(full(), recurrent()))
     assert said == "KV group 1 (mamba, 2 layers)"
     assert groups_left_out(kv_cache(latent())) == ["KV group 0 (mla_attention, 2 layers)"]
+    assert groups_left_out(kv_cache(full(non_causal=True)))
     assert groups_left_out(kv_cache(full(), host_resident=True))
     assert groups_left_out(kv_cache(full(), enable_kv_transfer=False))
     assert groups_left_out(kv_cache())

@@ -53,7 +53,8 @@ def first(checkpoint: Callable[[str], Path], conversation: Any, folder: Path) ->
 
 @pytest.fixture(scope="module")
 def second(checkpoint: Callable[[str], Path], first: Server, folder: Path) -> Iterator[Server]:
-    server = Server(checkpoint("llama"), settings(folder), folder / "second.log")
+    """Two replicas of the engine, each with host memory of its own, over the files of the first server."""
+    server = Server(checkpoint("llama"), settings(folder), folder / "second.log", data_parallel_size=2)
     yield server
     server.end()
 
@@ -90,6 +91,10 @@ def test_nothing_is_left_of_a_server_that_was_killed(first: Server, folder: Path
 def test_after_a_kill_the_first_requests_are_served_from_files(second: Server, conversation: Any) -> None:
     chat(second, conversation[-1:])
     assert second.metric("vllm:prompt_tokens_cached_by_source_total", source="disk") > 0
+
+
+def test_each_replica_has_said_that_it_is_on(second: Server) -> None:
+    assert second.log.read_text().count("offloading is on") == 2
 
 
 def test_nothing_is_left_of_a_server_that_was_stopped(second: Server) -> None:

@@ -165,6 +165,7 @@ def _is_offloaded(group: Any) -> bool:
         all(type(spec) in OFFLOADED for spec in specs)
         and len(windows) == 1
         and all(getattr(spec, "tokens_per_state", 1) == 1 for spec in specs)
+        and not any(getattr(spec, "non_causal", False) for spec in specs)
         and group.kv_cache_spec.prefix_cacheable
         and group.enable_kv_transfer
         and not group.host_resident
