@@ -384,3 +384,14 @@ def test_groups_that_cannot_be_offloaded_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=found):
         Geometry(groups, tokens_per_hash, 1)
+
+
+@pytest.mark.fault("B061")
+def test_two_loaded_requests_that_fill_the_device_do_not_take_turns_for_ever(async_scheduling: bool) -> None:
+    rig = make_rig(blocks=14, token_budget=3, prefix_caching=False, async_scheduling=async_scheduling)
+    prompts = [range(100 * n, 100 * n + 28) for n in (1, 2)]
+    for prompt in prompts:
+        rig.store(prompt[:25])
+    both = [rig.runner.add(prompt, 2) for prompt in prompts]
+    rig.finish(max_steps=100)
+    assert all(request.was_external >= 24 for request in both)

@@ -43,6 +43,8 @@ from orlop.scheduler.request import Job, RequestState
 from orlop.scheduler.stores import PlannedStore, StorePlanner
 from orlop.tiering.base import OffloadingManager
 
+FEW = 256
+"""The list of deadlines keeps at most so many jobs that are over, and as many more as are not."""
 EVERY_CHUNK = 1 << 62
 """The budget of a life that has ended: what is not stored now never is."""
 
@@ -627,6 +629,8 @@ class OffloadingConnectorScheduler:
         reservations = tuple(p.reservation for p in planned)
         job = self._new_job(TransferKind.STORE, state, reservations, transfers, now + self.options.store_deadline_s)
         self._store_deadlines.append(job)
+        if len(self._store_deadlines) > 2 * len(self._jobs) + FEW:  # behind one that is late they would gather
+            self._store_deadlines = deque(j for j in self._store_deadlines if j.job_id in self._jobs)
         for transfer in transfers:
             if state.finished or self.geometry.groups[transfer.group].sliding_window is not None:
                 self._fences.raise_for(job, transfer.block_ids)
