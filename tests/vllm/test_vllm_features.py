@@ -172,6 +172,7 @@ def test_through_vllms_multi_connector_several_groups_are_offloaded(
         assert loaded(made) > 0
 
 
+@pytest.mark.fault("B209")
 def test_adapters_keep_to_themselves(
     checkpoint: Callable[[str], Path], tmp_path: Path, orlop_log: pytest.LogCaptureFixture
 ) -> None:
