@@ -4,8 +4,8 @@ In: ``--short`` for a small form, ``--directory`` on the disk to measure, ``--me
 ``--json`` for the figures. Out: a table of medians with their spread and of ratios within one run. Never: an assertion
 about a rate, anything left behind.
 
-Method. Four are measured in turn, round after round (A B C D A B C D ...): the limit of the machine (fio with direct I/O
-and the block size of a chunk, the better of two depths; a loop of vectored direct calls where fio is not installed), the
+Method. Four are measured in turn, round after round (A B C D A B C D ...): the limit of the machine (fio with direct
+I/O and the block size of a chunk, the better of two depths; a loop of vectored direct calls where fio is missing), the
 slab in its I/O process, the same without checksums, and the file tier of vLLM as its package has it, on a view of the
 same size. Same bytes, jobs of 32 chunks, eight jobs in flight, the default threads of each. Loads come right after the
 stores of the same round and go past the page cache; on a memory file system everything is in memory. "Busy": the

@@ -17,11 +17,13 @@ from typing import Any
 
 from orlop.core import DIGEST_BYTES, FIRST_GENERATION, Namespace, RegionLayout, unpack_key
 from orlop.errors import ConfigError, EnvelopeError
+from orlop.stores.disk.folder import DiskFolder
 from orlop.stores.files_folder import FilesFolder
 from orlop.tiering import envelope
 from orlop.tiering.namespace import FORMAT_VERSION, differences, digest_of, read_descriptions
 
-KINDS = (FilesFolder,)
+Folder = FilesFolder | DiskFolder
+KINDS: tuple[type[FilesFolder] | type[DiskFolder], ...] = (FilesFolder, DiskFolder)
 """The kinds of store that are told apart by what lies in their directory; each has the methods of the first."""
 
 GONE = "gone"
@@ -61,7 +63,7 @@ def _differing(a: NamespaceReport, b: NamespaceReport) -> list[str]:
     return fields + ["generation"] * bool(a.after_reset or b.after_reset)  # each reset has one of its own
 
 
-def open_folder(path: Path) -> FilesFolder:
+def open_folder(path: Path) -> Folder:
     """The store in ``path``; ``ConfigError`` where there is none."""
     for kind in KINDS:
         if kind.lies_in(path):
@@ -73,7 +75,7 @@ def open_folder(path: Path) -> FilesFolder:
 class Stored:
     """The namespaces of a folder, as they were when this was made. Blocks; one thread."""
 
-    def __init__(self, folder: FilesFolder) -> None:
+    def __init__(self, folder: Folder) -> None:
         self.folder = folder
         # A description that was changed by hand describes nothing.
         self.descriptions = {
