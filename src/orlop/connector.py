@@ -118,9 +118,22 @@ class OffloadingConnector:
     def has_pending_push_work(self) -> bool:
         return self._scheduler.has_pending_push_work()
 
-    def reset_cache(self) -> None:
-        """Nothing from before is served; the new generation is drawn from the system's random source."""
-        self._scheduler.reset_cache(os.urandom(16), now=self._clock())
+    def reset_cache(self, device_cleared: bool = True) -> None:
+        """Nothing from before is served; the new generation is drawn from the system's random source.
+
+        ``device_cleared`` False: the engine could not forget the device's own prefix cache.
+        """
+        self._scheduler.reset_cache(os.urandom(16), now=self._clock(), device_cleared=device_cleared)
+
+    def load_origins(self, request: Request) -> Mapping[str, int]:
+        """Tokens of the load that ``update_state_after_alloc`` has just planned, by the tier that had them."""
+        return self._scheduler.load_origins(request)
+
+    @property
+    def chunk_tokens(self) -> tuple[int, ...]:
+        """Tokens of a chunk, by group."""
+        geometry = self._scheduler.geometry
+        return tuple(geometry.chunk_tokens(group.index) for group in geometry.groups)
 
     def take_events(self) -> Iterable[CacheEvent]:
         return self._scheduler.take_events()
@@ -165,12 +178,13 @@ class OffloadingConnector:
 
     # --- both ------------------------------------------------------------------------------------------------
 
-    def shutdown(self) -> None:
-        """End this half: waits for what is in flight at most until the drain deadline. Idempotent."""
+    def shutdown(self, deadline_s: float | None = None) -> None:
+        """End this half: waits for what is in flight at most ``deadline_s`` (None: the drain deadline). Idempotent."""
         if self._closed:
             return
         self._closed = True
-        deadline_s = self.config.drain_deadline_s
+        if deadline_s is None:
+            deadline_s = self.config.drain_deadline_s
         if self._worker_half is not None:
             self._worker_half.shutdown(deadline_s)
         if self._scheduler_half is not None:
@@ -280,6 +294,7 @@ class OffloadingConnector:
             payloads,
             store_after=config.host.store_after,
             keep_tiers_on_reset=config.keep_tiers_on_reset,
+            events=spec.events,
             usable_slots=lambda: region.usable_slots,
         )
         self._manager = TieringManager(host, entries, fingerprint.namespace, FIRST_GENERATION, options)

@@ -135,6 +135,18 @@ def test_tokens_loaded_are_tokens_not_computed(async_scheduling: bool) -> None:
     rig.finish()
 
 
+def test_a_load_says_which_tier_had_its_tokens(async_scheduling: bool) -> None:
+    rig = make_rig(async_scheduling=async_scheduling)
+    rig.store(range(16))
+    assert rig.scheduler.load_origins(rig.runner.add([*range(100, 110)])) == {}
+    request = rig.runner.add([*range(16), 1])
+    while not rig.device.copies[LOAD]:
+        rig.runner.step()
+    assert rig.scheduler.load_origins(request) == {"host": 16}
+    rig.finish()
+    assert rig.scheduler.load_origins(request) == {}
+
+
 def test_an_answer_that_is_never_used_takes_nothing(async_scheduling: bool) -> None:
     """There is no room on the device for what was promised, until another request ends."""
     rig = make_rig(async_scheduling=async_scheduling, blocks=12)

@@ -142,6 +142,11 @@ class OffloadingConnectorScheduler:
             state.since = None
             self._start_load(state, num_external_tokens, now)
 
+    def load_origins(self, request: Request) -> Mapping[str, int]:
+        """Tokens of the request's latest load by the tier that had them (``host`` or its name); empty without one."""
+        state = self._live.get(request.request_id)
+        return state.load_origins if state is not None else {}
+
     def request_finished(self, request: Request, *, now: float) -> tuple[bool, None]:
         """The request ends, for any reason; its blocks are freed right after. Never delays that."""
         state = self._live.pop(request.request_id, None)
@@ -397,20 +402,25 @@ class OffloadingConnectorScheduler:
         for reservation, loading in zip(reservations, self._chunks_being_loaded, strict=True):
             loading.update(dict.fromkeys(reservation.hashes, job.job_id))
         state.load_base = on_device
-        self._count_origins(reservations[0], num_external_tokens)
+        state.load_origins = self._origins(reservations[0], num_external_tokens)
+        self._count_origins(state.load_origins)
         self._current_batch_load_jobs.append(
             TransferJob(job.job_id, state.context.req_id, TransferKind.LOAD, tuple(transfers), doomed=short)
         )
 
-    def _count_origins(self, reservation: Reservation, num_tokens: int) -> None:
-        """Tokens loaded, by the tier that had them: whole chunks for secondary tiers, the rest was in host memory."""
-        self.counters["tokens_loaded"] += num_tokens
+    def _origins(self, reservation: Reservation, num_tokens: int) -> Mapping[str, int]:
+        """Tokens of a load by the tier that had them: whole chunks for secondary tiers, the rest was in host memory."""
+        origins: dict[str, int] = {}
         per_chunk = self.geometry.chunk_tokens(reservation.group)
         for name, chunks in reservation.origins.items():
-            brought = min(chunks * per_chunk, num_tokens)
-            self.counters[f"tokens_loaded {name}"] += brought
-            num_tokens -= brought
-        self.counters["tokens_loaded host"] += num_tokens
+            origins[name] = min(chunks * per_chunk, num_tokens)
+            num_tokens -= origins[name]
+        return {**origins, "host": num_tokens}
+
+    def _count_origins(self, origins: Mapping[str, int]) -> None:
+        self.counters["tokens_loaded"] += sum(origins.values())
+        for name, tokens in origins.items():
+            self.counters[f"tokens_loaded {name}"] += tokens
 
     def _load_transfer(
         self, state: RequestState, index: int, reservation: Reservation, first: int, on_device: int, tokens: int
