@@ -405,13 +405,19 @@ class OffloadingConnectorMetadata:
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """One rank's word on one job, said once; a repeated one is recognised by ``(job_id, rank)``."""
+    """One rank's word on one job, said once; a repeated one is recognised by ``(job_id, rank)``.
+
+    ``fence_waits`` and ``fence_wait_s``: how often and how long the rank's engine thread has waited for fences since
+    the rank's last report; they travel with a report because that is what is counted once.
+    """
 
     job_id: int
     rank: int
     ok: bool
     nbytes: int = 0
     seconds: float = 0.0
+    fence_waits: int = 0
+    fence_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
@@ -48,6 +48,15 @@ Connect = Callable[[EngineSpec, dict[str, Tensor]], tuple[WorkerHalf, SchedulerH
 
 Prompt = str | Seq[int]
 """Text, or token ids: any sequence of whole numbers, an integer array too."""
+
+
+class StepObserver(Protocol):
+    """Who is told the time after every step; an ``orlop.observe`` Observer is one."""
+
+    def tick(self, now: float) -> None: ...
+
+    def publish(self, now: float) -> None: ...
+
 
 _instances = itertools.count()
 
@@ -179,6 +188,8 @@ class LLM:
         """Of requests that ended while somebody else's were stepped for."""
         self._ids = itertools.count()
         self._is_shut_down = False
+        self.observer: StepObserver | None = None
+        """Told the time after every step, and when ``run`` has nothing left to do."""
 
     def _new_scheduler(self) -> Scheduler:
         c = self.config
@@ -299,8 +310,11 @@ class LLM:
                     told[request_id] += len(new)
                     if result is not None or seq.aborted:
                         del sequences[request_id]
+                    text = texts[request_id].add(new)
+                    if result is not None:
+                        text += texts[request_id].rest(result.text)
                     if new or result is not None:
-                        yield Piece(request_id, new, texts[request_id].add(new), result)
+                        yield Piece(request_id, new, text, result)
         finally:
             for request_id in sequences:
                 self.abort(request_id)
@@ -334,6 +348,8 @@ class LLM:
         results = []
         while self.has_work():
             results += self.step()
+        if self.observer is not None:
+            self.observer.publish(self._clock())
         return results
 
     def has_work(self) -> bool:
@@ -356,6 +372,8 @@ class LLM:
             ended += self._learn(*self._unreported.popleft())
         if not step.work and not ended and self.config.idle_wait_s:
             time.sleep(self.config.idle_wait_s)
+        if self.observer is not None:
+            self.observer.tick(self._clock())
         return [self._result(seq) for seq in ended]
 
     def _learn(self, step: ScheduledStep, report: StepReport) -> list[Sequence]:

@@ -176,6 +176,7 @@ class FilesStore(ChunkStore):
                 "limit_bytes": self._squeeze.limit(),
                 "chunks": len(self._index),
                 "direct_io": float(self._direct),
+                "counted": float(self._scanned.is_set()),
                 **self._counts,
             }
 

@@ -79,8 +79,11 @@ class OffloadingManager(ABC):
         """
 
     @abstractmethod
-    def touch(self, run: KeyRun, context: ReqContext) -> None:
-        """The chunks of ``run`` were of use: keep them longer; the first chunk longest."""
+    def touch(self, run: KeyRun, context: ReqContext, *, now: float) -> None:
+        """The chunks of ``run`` were of use: keep them longer; the first chunk longest.
+
+        ``prepare_load`` and ``prepare_store`` imply it for what of their run is readable.
+        """
 
     @abstractmethod
     def prepare_load(self, run: KeyRun, context: ReqContext, *, now: float) -> Reservation:
@@ -284,7 +287,12 @@ class ChunkStore(ABC):
         return False
 
     def stats(self) -> Mapping[str, float]:
-        """Counters and gauges by name."""
+        """Counters and gauges by name; counters only grow.
+
+        Known to metrics and the start line are the gauges ``bytes`` and ``chunks`` (kept), ``limit_bytes`` (the bound),
+        ``counted`` (0 while it still looks through what is there; left out where it never has to), and the counter
+        ``evicted_chunks``.
+        """
         return {}
 
     def close(self) -> None:

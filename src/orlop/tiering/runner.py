@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 
 from orlop.background import start_thread
 from orlop.core import Namespace, Outcome, ReqContext, TierAnswer, TierJob, TierResult, TransferKind
+from orlop.counting import ASYNC_BOUNDS, SYNC_BOUNDS, Histogram, Stats
 from orlop.errors import ConfigError
 from orlop.host.region import HostRegion
 from orlop.tiering.base import SecondaryTierManager
@@ -45,6 +46,7 @@ from orlop.tiering.io_messages import (
     Cleared,
     FromWorker,
     IoOptions,
+    Keys,
     NotReady,
     Ready,
     Report,
@@ -54,6 +56,7 @@ from orlop.tiering.io_messages import (
     ToWorker,
     Transfer,
 )
+from orlop.tiering.known_keys import KnownKeys
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +65,9 @@ KILL_GRACE_S = 1.0
 """How long a killed I/O process may take to die; one that waits in the kernel for a dead mount takes longer."""
 
 LOG_EVERY_S = 10.0
+
+QUEUE_FULL, BREAKER_OPEN, SHUT_DOWN = REFUSALS = ("queue_full", "breaker_open", "shut_down")
+"""Why something is not even tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +159,10 @@ class TierRunner(SecondaryTierManager):
         self._store_stats: Mapping[str, float] = {}
         self._hung = 0
         self._clears = 0
+        self._clearing = False
         self._namespace: Namespace | None = None
+        self._sync_delays = Histogram(SYNC_BOUNDS)
+        self._answer_delays = Histogram(ASYNC_BOUNDS)
         self._closed = False
         self._was_closed = True
         self._told: str | None = None
@@ -179,6 +188,12 @@ class TierRunner(SecondaryTierManager):
             raise ConfigError(trouble.text)
         return trouble.text
 
+    def wait_counted(self, timeout_s: float) -> bool:
+        """Whether the store knows by then what it holds, so that ``get_stats`` says so. Waits; for start-up only."""
+        known = self._pump.wait_counted(timeout_s)
+        self._crank(self._clock())
+        return known
+
     @property
     def io_pid(self) -> int | None:
         """The I/O process while one is there; None between two of them, and in thread mode. For tools and tests."""
@@ -196,16 +211,33 @@ class TierRunner(SecondaryTierManager):
         stop_at_miss: bool = True,
         now: float,
     ) -> TierAnswer | None:
+        start = self._clock()
+        answer = self._ask(lookup_id, keys, namespace, stop_at_miss, now)
+        self._sync_delays.observe(self._clock() - start)
+        return answer
+
+    def _ask(
+        self, lookup_id: int, keys: Sequence[bytes], namespace: Namespace, stop_at_miss: bool, now: float
+    ) -> TierAnswer | None:
         self._crank(now)
         self._namespace = namespace
         self._counters["chunks_queried"] += len(keys)
-        if self._closed or not keys or len(self._asked) >= self._options.most_lookups:
-            self._counters["lookups_refused"] += 1
-            return TierAnswer(lookup_id, bytes(len(keys)))
-        ticket = self._breaker.admit(now)
+        reason, ticket = "", None
+        if self._closed:
+            reason = SHUT_DOWN
+        elif len(self._asked) >= self._options.most_lookups:
+            reason = QUEUE_FULL
+        elif keys and (ticket := self._breaker.admit(now)) is None:
+            reason = BREAKER_OPEN
         if ticket is None:
-            self._counters["lookups_refused"] += 1
+            if reason:
+                self._counters[f"lookups_refused_{reason}"] += 1
             return TierAnswer(lookup_id, bytes(len(keys)))
+        found = None if self._clearing else self._pump.known.find(namespace.digest, keys, stop_at_miss)
+        if found is not None:
+            self._counters["chunks_hit"] += found.count(1)
+            self._breaker.succeeded(ticket, now, transfer=False)
+            return TierAnswer(lookup_id, found)
         self._asked[lookup_id] = _Asked(len(keys), ticket, now)
         self._pump.post(Ask(lookup_id, tuple(keys), namespace.digest, stop_at_miss))
         return None
@@ -218,7 +250,7 @@ class TierRunner(SecondaryTierManager):
     # --- jobs --------------------------------------------------------------------------------------
 
     def submit_store(self, job: TierJob, *, now: float) -> None:
-        self._submit(job, self._options.queue_bytes, "stores_dropped", now)
+        self._submit(job, self._options.queue_bytes, "stores_refused", now)
 
     def submit_load(self, job: TierJob, *, now: float) -> None:
         self._submit(job, self._options.load_queue_bytes, "loads_refused", now)
@@ -231,17 +263,18 @@ class TierRunner(SecondaryTierManager):
             return
         entry = _Open(job, -1)
         queued = self._open_bytes[job.kind]
-        reason = ""
+        kind = reason = ""
         if self._closed:
-            reason = "the tier is shut down"
+            kind, reason = SHUT_DOWN, "the tier is shut down"
         elif queued and queued + entry.nbytes > bound:
-            reason = f"the queue is full: {queued} of {bound} bytes"
+            kind, reason = QUEUE_FULL, f"the queue is full: {queued} of {bound} bytes"
         elif (ticket := self._breaker.admit(now)) is None:
-            reason = "the breaker is open"
+            kind, reason = BREAKER_OPEN, "the breaker is open"
         else:
             entry.ticket = ticket
         if reason:
-            self._counters[refused] += 1
+            self._counters[f"{refused}_{kind}"] += 1
+            self._counters[f"chunks_{refused}_{kind}"] += len(job.keys)
             self._results.append(TierResult(job.job_id, (Outcome.UNAVAILABLE,) * len(job.keys), reason=reason))
             return
         self._open[job.job_id] = entry
@@ -285,16 +318,21 @@ class TierRunner(SecondaryTierManager):
         elif more:
             self._breaker.stalled(now, "jobs are past their deadline")
 
-    def get_stats(self) -> Mapping[str, float]:
+    def get_stats(self) -> Stats:
         """Counters since the start; gauges are ``queue_bytes``, ``load_queue_bytes``, ``open_*``, ``breaker_state``.
 
         ``read_<outcome>`` and ``written_<outcome>`` count chunks, ``damaged_<reason>`` those that did not verify;
-        ``store_<name>`` is the store's own. ``breaker_state``: 0 closed, 1 half-open, 2 open.
+        what was not even tried is ``stores_refused_<why>``, ``loads_refused_<why>`` (jobs, and with ``chunks_``
+        before it chunks) and ``lookups_refused_<why>``. ``lookup_sync_seconds`` and ``lookup_async_seconds`` are
+        histograms: the time of a call, and until its answer came. ``store_<name>`` is the store's own.
+        ``breaker_state``: 0 closed, 1 half-open, 2 open.
         """
         load, store = TransferKind.LOAD, TransferKind.STORE
         return {
             **{f"store_{name}": value for name, value in self._store_stats.items()},
             **self._counters,
+            **self._sync_delays.stats("lookup_sync_seconds"),
+            **self._answer_delays.stats("lookup_async_seconds"),
             "read_seconds": self._seconds[load],
             "written_seconds": self._seconds[store],
             "queue_bytes": self._open_bytes[store],
@@ -309,6 +347,7 @@ class TierRunner(SecondaryTierManager):
     def clear(self) -> None:
         """What was asked for before is answered with nothing found; the worker removes the bytes."""
         self._clears += 1
+        self._clearing = True
         now = self._clock()
         for lookup_id, asked in self._asked.items():
             self._answers.append(TierAnswer(lookup_id, bytes(asked.keys)))
@@ -338,6 +377,8 @@ class TierRunner(SecondaryTierManager):
                 self._take_answer(message, now)
             elif isinstance(message, NotReady):
                 self._breaker.trip(now, message.text)
+            elif isinstance(message, Cleared):
+                self._clearing = self._clearing and message.number != self._clears
             elif isinstance(message, StoreStats):
                 self._store_stats = message.values
             elif isinstance(message, _Released):
@@ -385,6 +426,7 @@ class TierRunner(SecondaryTierManager):
             self._counters["late_answers"] += 1
             return
         self._answers.append(TierAnswer(answer.lookup_id, answer.found))
+        self._answer_delays.observe(now - asked.at)
         self._counters["chunks_hit"] += answer.found.count(1)
         if answer.trouble:
             self._counters["lookups_failed"] += 1
@@ -446,7 +488,9 @@ class Pump:
         io_process: bool,
         notify: Callable[[], None],
     ) -> None:
-        self.arrived: deque[_Settled | _Released | Answer | NotReady | StoreStats] = deque()
+        self.arrived: deque[_Settled | _Released | Answer | NotReady | Cleared | StoreStats] = deque()
+        self.known = KnownKeys()
+        """Of a store that tells them; the owner writes it, the engine's thread reads it."""
         self.restarts = 0
         self._options = options
         self._region = region
@@ -467,6 +511,7 @@ class Pump:
         self._first_try = threading.Event()
         self._settled = threading.Event()
         self._decided = threading.Event()
+        self._counted = threading.Event()
         self.not_ready: NotReady | None = None
         self._start()
 
@@ -493,6 +538,10 @@ class Pump:
     def wait_ready(self, timeout_s: float) -> bool:
         """Whether it is known by then if the store is open; ``not_ready`` says why it is not."""
         return self._decided.wait(timeout_s)
+
+    def wait_counted(self, timeout_s: float) -> bool:
+        """Whether the store has said by then all that it holds."""
+        return self._counted.wait(timeout_s)
 
     def shutdown(self, deadline_s: float) -> None:
         if os.getpid() != self._pid:
@@ -598,6 +647,7 @@ class Pump:
 
     def _bury(self, link: Link, was_ready: bool) -> list[int] | None:
         """Report what a worker that has ended owes; the jobs whose slots it still may touch, None where it is gone."""
+        self.known.drop()
         gone = link.end(KILL_GRACE_S)
         reason = "the tier was shut down before it was done" if self._stopping.is_set() else link.epitaph()
         with self._lock:
@@ -656,12 +706,17 @@ class Pump:
             with self._lock:
                 if self._clear is not None and self._clear.number == message.number:
                     self._clear = None
+            self.arrived.append(message)
+        elif isinstance(message, Keys):
+            self.known.take(message)
         elif isinstance(message, Ready):
             self.not_ready = None
             self._decided.set()
         elif isinstance(message, NotReady):
             self._not_started(message.text, permanent=message.permanent)
         else:
+            if message.values.get("counted", 1.0):
+                self._counted.set()
             self.arrived.append(message)
 
     def _not_started(self, text: str, *, permanent: bool = False) -> None:
