@@ -310,8 +310,11 @@ class LLM:
                     told[request_id] += len(new)
                     if result is not None or seq.aborted:
                         del sequences[request_id]
+                    text = texts[request_id].add(new)
+                    if result is not None:
+                        text += texts[request_id].rest(result.text)
                     if new or result is not None:
-                        yield Piece(request_id, new, texts[request_id].add(new), result)
+                        yield Piece(request_id, new, text, result)
         finally:
             for request_id in sequences:
                 self.abort(request_id)
