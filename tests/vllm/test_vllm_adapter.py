@@ -331,6 +331,38 @@ def test_weights_that_nothing_tells_apart_turn_tiers_off(make_config: Callable[.
     assert said_of(make_config(enable_lora=True), weights_id="base-1-tuned-2")[1] is None
 
 
+# --- stats -----------------------------------------------------------------------------------------------
+
+
+def test_counters_are_read_now_and_then_and_once_more_at_rest() -> None:
+    from orlop.vllm.metrics import CHANGED, SECONDS, Meter
+
+    stats = {"tokens_loaded": 0.0, "slots": 8.0}
+    meter = Meter(lambda: stats, every_s=1.0)
+    assert meter.reading(False, 10.0) is not None
+    stats["tokens_loaded"] = 64.0
+    assert meter.reading(False, 10.9) is None
+    due = meter.reading(False, 11.0)
+    assert due is not None
+    assert (due.data[CHANGED]["tokens_loaded"], due.data[SECONDS]) == (64.0, 1.0)
+    stats["tokens_loaded"] = 96.0
+    rest = meter.reading(True, 11.1)
+    assert rest is not None
+    assert rest.data[CHANGED]["tokens_loaded"] == 32.0
+    assert meter.reading(True, 11.2) is None
+
+
+def test_readings_add_up_and_make_one_line() -> None:
+    from orlop.vllm.metrics import CHANGED, SECONDS, OrlopStats
+
+    first = OrlopStats({CHANGED: {"tokens_queried": 100.0, "tokens_loaded": 64.0, "slots": 8.0}, SECONDS: 1.0})
+    then = OrlopStats({CHANGED: {"tokens_queried": 100.0, "slots": 9.0}, SECONDS: 9.0})
+    both = first.aggregate(then)
+    assert both.data[CHANGED] == {"tokens_queried": 200.0, "tokens_loaded": 64.0, "slots": 9.0}
+    assert both.reduce()["Orlop"].startswith("the last 10 s: 64 of 200 prompt tokens loaded")
+    assert OrlopStats().is_empty()
+
+
 # --- results and events -------------------------------------------------------------------------------
 
 

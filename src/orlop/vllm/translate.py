@@ -106,8 +106,8 @@ def refuse_what_is_not_there(vllm_config: Any) -> None:
         )
 
 
-def engine_spec(vllm_config: Any, kv_cache_config: Any, weights_id: str | None) -> tuple[EngineSpec, str | None]:
-    """What the engine says of itself, the same in all its processes but for the rank; and why tiers are off, if so."""
+def engine_spec(vllm_config: Any, kv_cache_config: Any, weights_id: str | None) -> EngineSpec:
+    """What the engine says of itself, the same in all its processes but for the rank."""
     parallel = vllm_config.parallel_config
     said, trouble = identity(vllm_config, kv_cache_config, weights_id)
     events = vllm_config.kv_events_config
@@ -122,8 +122,9 @@ def engine_spec(vllm_config: Any, kv_cache_config: Any, weights_id: str | None) 
         ranks=parallel.world_size,
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         persistent=trouble is None,
+        volatile=trouble or "",
         events=events is not None and events.enable_kv_cache_events,
-    ), trouble
+    )
 
 
 def device_cache_bytes(kv_cache_config: Any) -> int:
