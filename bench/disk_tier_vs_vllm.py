@@ -306,7 +306,7 @@ def main() -> None:
     parser.add_argument("--json", help="a file for the figures")
     options = parser.parse_args()
     rounds = 1 if options.short else 5
-    total = (128 << 20) if options.short else (2 << 30)
+    total = (64 << 20) if options.short else (2 << 30)
     unit = Unit()
     print(f"{platform.platform()}, {os.cpu_count()} cores, {cpu_name()}; load {os.getloadavg()[0]:.1f}")
     print(f"Python {platform.python_version()}, {rounds} rounds of {total >> 20} MiB after one that warms up; GB/s")

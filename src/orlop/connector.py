@@ -400,7 +400,7 @@ class OffloadingConnector:
         if tier.type in STORES:
             kwargs["direct_io"] = tier.direct_io
         if tier.type == "disk":
-            kwargs |= {"policy": tier.policy, "namespace": fingerprint.namespace().digest}
+            kwargs |= {"policy": tier.policy, "sync": tier.sync, "namespace": fingerprint.namespace().digest}
         options = RunnerOptions(
             name,
             queue_bytes=tier.queue_bytes,

@@ -82,6 +82,9 @@ def recover(device: Device, directory: str, now_us: int) -> FoundLane:
             except ForeignVersion:
                 lane.foreign.append(number)
                 continue
+            except OSError:  # cannot be read now: left out, and left there
+                lane.flaws.append(Flaw.SEGMENT)
+                continue
         if segment is not None:
             lane.segments.append(segment)
             continue

@@ -237,10 +237,10 @@ class DiskStore(ChunkStore):
         now_us = self._now_us()
         for number in list(room.slab.segments) if room is not None else ():
             assert room is not None
-            segment = room.slab.segments.get(number)
-            if segment is None:
+            segment, files = room.slab.segments.get(number), room.files.get(number)
+            if segment is None or files is None:
                 continue
-            for first, records, kept in read_records(room.files[number][1], segment.shape, []):
+            for first, records, kept in read_records(files[1], segment.shape, []):
                 for i in kept.tolist():
                     key, place = fmt.key_of(records[i]), segment.shape.place(first + i)
                     with self._lock:
