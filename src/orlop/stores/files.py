@@ -123,6 +123,7 @@ class FilesStore(ChunkStore):
         self._counts: Counter[str] = Counter()
         self._said: dict[str, float] = {}
 
+        self._tell_removal: Callable[[bytes], None] = _nobody
         self._answers = _Answers(contains_ttl_s, clock)
         self._open_directory()
         self._writer = _Writer(self._root / "tmp", leftover_age_s, wall_clock)
@@ -169,6 +170,9 @@ class FilesStore(ChunkStore):
             if self._move_to_end(key, now):
                 with suppress(OSError):
                     os.utime(self.path_of(key), (now, now))
+
+    def watch_removals(self, tell: Callable[[bytes], None]) -> None:
+        self._tell_removal = tell
 
     def stats(self) -> Mapping[str, float]:
         with self._lock:
@@ -363,6 +367,7 @@ class FilesStore(ChunkStore):
             self._forget(key)
             with self._lock:
                 self._counts["evicted_chunks"] += 1
+            self._tell_removal(key)
             return entry.nbytes
 
     def _spare(self, key: bytes, entry: _Entry, marked: float) -> None:
@@ -408,6 +413,7 @@ class FilesStore(ChunkStore):
         with self._key_lock(key):
             if _regular_size(self.path_of(key)) is None:
                 self._forget(key)
+                self._tell_removal(key)
 
     def _move_to_end(self, key: bytes, now: float) -> bool:
         """Note a use; whether it is time to note it on disk as well."""
@@ -815,3 +821,7 @@ def _remove(paths: Iterable[str]) -> int:
 
 def _named(error: OSError) -> str:
     return f"{errno.errorcode.get(error.errno or 0, 'unknown errno')}: {error.strerror or error}"
+
+
+def _nobody(key: bytes) -> None:
+    """For a store whose removals nobody watches."""

@@ -48,6 +48,7 @@ from orlop.tiering.io_messages import (
     IoOptions,
     NotReady,
     Ready,
+    Removed,
     Report,
     StoreSpec,
     StoreStats,
@@ -283,7 +284,9 @@ class IoWorker:
             self._move(work, headers)
         finally:
             self._leave(work)
-        self._maybe_stats()
+        with self._lock:
+            idle = not (self._loads or self._stores)
+        self._maybe_stats(idle=idle)
 
     def _next_work(self) -> _Part | Touch | None:
         """The next part, loads first; None once there is nothing left to wait for."""
@@ -566,13 +569,16 @@ class IoWorker:
         with self._building:
             if self._store is None:
                 self._store = self._spec.build()
+                if self._options.events:
+                    self._store.watch_removals(lambda key: self._send(Removed(key)))
                 self._send(Ready())
             return self._store
 
-    def _maybe_stats(self) -> None:
+    def _maybe_stats(self, *, idle: bool = False) -> None:
+        """Now and then, and when nothing is left to move, so that the last word is right."""
         now = self._clock()
         with self._lock:
-            if self._store is None or now < self._next_stats:
+            if self._store is None or (now < self._next_stats and not idle):
                 return
             self._next_stats = now + STATS_EVERY_S
         try:
