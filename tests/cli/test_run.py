@@ -1,39 +1,34 @@
-"""``orlop run`` and ``orlop demo`` in processes of their own: tables, exit codes, messages."""
+"""``orlop run`` in a process of its own: tables, exit codes, messages."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
-import re
+import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
+from cli_processes import TIMEOUT_S, orlop, stopped
 
-from orlop.cli import demo
+from orlop import __version__
 from orlop.cli.main import main
 from orlop.cli.stopping import stop_signals
-
-TIMEOUT_S = 120
-
-
-def orlop(*arguments):
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "orlop", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+from orlop.testing.checkpoints import write_checkpoint
 
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
-    """The first 60 lines of the demo's workload: two turns and a half of every conversation."""
-    path = tmp_path_factory.mktemp("trace") / "conversations.jsonl"
-    lines = [json.dumps(line) for line in demo.workload()]
-    path.write_text("\n".join(lines[:60]) + "\n")
+    """Two turns and a half of 24 conversations behind one system prompt, in turn, as a Mooncake-like trace."""
+    path, fresh = tmp_path_factory.mktemp("trace") / "conversations.jsonl", itertools.count(32)
+    prompts = [list(range(32)) for _ in range(24)]
+    with path.open("w") as file:
+        for number in range(60):
+            ids = prompts[number % 24]
+            ids += itertools.islice(fresh, 20)
+            line = {"session": number % 24, "input_length": len(ids) * 16 + 5, "output_length": 8, "hash_ids": ids}
+            file.write(json.dumps(line) + "\n")
     return path
 
 
@@ -119,13 +114,24 @@ def test_the_table_has_a_column_per_run(trace, tmp_path, scheduling):
             ["--trace", "{trace}", "--reference", "{dir}/no/such"],
             "--reference {dir}/no/such: cannot be written: No such",
         ),
-        (["--trace", "{trace}", "--reference", "{dir}/r", "--no-compare"], "found --no-compare and --reference"),
+        (["--trace", "{trace}", "--reference", "{dir}/r", "--no-compare"], "found --reference and a run that compares"),
+        (["--trace", "{trace}", "--no-offload", "--no-compare"], "which leaves nothing to run"),
+        (["--trace", "{trace}", "--output", "{dir}/no/such"], "--output {dir}/no/such: cannot be written: No such"),
+        (["--trace", "{trace}", "--prompts", "{trace}"], "found --prompts and --trace, expected one of them"),
+        ([], "found neither --prompts nor --trace"),
+        (["--prompts", "{dir}/missing"], "--prompts {dir}/missing: cannot be read: No such file"),
+        (["--prompts", "{dir}/broken"], "broken, line 1: found no JSON"),
+        (["--prompts", "{dir}/text"], "text, line 1: found the prompt 'hello', expected a list of token ids"),
+        (["--prompts", "{dir}/ids"], "ids, line 1: found the token id 512, expected ids from 0 to 511"),
+        (["--model", "{dir}/missing", "--trace", "{trace}"], "model {dir}/missing: found no directory"),
     ],
 )
 def test_what_a_user_can_put_right_is_one_line_and_exit_code_2(trace, tmp_path, arguments, says, monkeypatch, capsys):
     (tmp_path / "broken").write_text("{\n")
     (tmp_path / "typo").write_text('{"hots": "64MiB"}')
     (tmp_path / "small").write_text('{"host": 1}')
+    (tmp_path / "text").write_text('"hello"')
+    (tmp_path / "ids").write_text("[511, 512]")
     arguments = [str(a).format(dir=tmp_path, trace=trace) for a in arguments]
     monkeypatch.setattr(sys, "argv", ["orlop", "run", "--limit", "1", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -136,21 +142,71 @@ def test_what_a_user_can_put_right_is_one_line_and_exit_code_2(trace, tmp_path, 
     assert (out, err.count("\norlop: "), err.startswith("orlop: ")) == ("", 0, True)
 
 
-@pytest.mark.parametrize("place", ["file", "file/below", "/proc/nope"])
-def test_a_work_dir_of_the_demo_that_cannot_be_used_is_one_line_and_exit_code_2(tmp_path, place, monkeypatch, capsys):
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr(sys, "argv", ["orlop", "demo", "--work-dir", str(tmp_path / place)])
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model"), "qwen2", max_position_embeddings=400)
+
+
+def test_ones_own_model_and_prompts_give_a_line_per_request_and_equal_tokens(model, tmp_path):
+    """Full and windowed layers; texts and ids; a device cache that holds little more than one prompt."""
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    stem = "The orlop is the lowest deck of a ship. " * 6
+    lines = [stem + word for word in ("Why?", "Who?")] * 2 + [[1, 2, 3]]
+    lines += [{"prompt": "short", "max_tokens": 3, "id": "mine"}]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    options = ("--prompts", prompts, "--output", output, "--max-output", 5, "--concurrency", 1, "--device-blocks", 36)
+    done = orlop("run", "--model", model, *options, "--json")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["tokens"]["equal"] + summary["tokens"]["ties"], summary["tokens"]["different"]) == (6, [])
+    assert summary["with_offload"]["total_ratio"] > 0
+    results = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [r["request_id"] for r in results] == ["line-1", "line-2", "line-3", "line-4", "line-5", "mine"]
+    assert [len(r["tokens"]) for r in results if r["finish_reason"] == "length"][-1] == 3
+    assert all(isinstance(r["text"], str) and r["first_token_s"] > 0 for r in results)
+    assert results[0]["tokens"] == results[2]["tokens"]
+
+
+def broken_model(model, where, how):
+    path = shutil.copytree(model, where)
+    if how == "architecture":
+        (path / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
+    elif how == "weights":
+        weights = path / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif how == "tokenizer":
+        (path / "tokenizer.json").unlink()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("how", "line", "says"),
+    [
+        ("architecture", '"hello"', "MambaForCausalLM"),
+        ("weights", '"hello"', "model.safetensors"),
+        ("tokenizer", '"hello"', "line 1: found the prompt 'hello', expected a list of token ids"),
+        ("nothing", json.dumps("x" * 400), "line 1: found 401 prompt tokens and 32 to generate, expected at most 400"),
+    ],
+)
+def test_a_model_that_cannot_be_run_or_a_prompt_it_cannot_take_is_one_line(
+    model, tmp_path, how, line, says, monkeypatch, capsys
+):
+    path, prompts = broken_model(model, tmp_path / "model", how), tmp_path / "prompts.jsonl"
+    prompts.write_text(line)
+    monkeypatch.setattr(sys, "argv", ["orlop", "run", "--model", str(path), "--prompts", str(prompts)])
     with pytest.raises(SystemExit) as ended:
         main()
     out, err = capsys.readouterr()
-    assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(f"orlop: --work-dir {tmp_path / place}: cannot be used: ")
+    assert (ended.value.code, out) == (2, "")
+    assert says in err
+    assert err.startswith("orlop: ")
+    assert "Traceback" not in err
 
 
 def test_a_fault_of_ours_is_a_plain_traceback():
-    program = "import sys; from orlop.cli import demo, main; demo.run_demo = None; main.main()"
+    program = "import sys; from orlop.cli import main, run; run.run = None; main.main()"
     done = subprocess.run(
-        [sys.executable, "-c", program, "demo"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        [sys.executable, "-c", program, "run"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback")
@@ -199,33 +255,6 @@ def long_trace(trace):
     return path
 
 
-def stopped(signum, said_before, tmp_path, *arguments, has_temporary=True):
-    """Exit code and standard output of a command that gets ``signum`` once its progress says ``said_before``.
-
-    Its temporary directories must be gone afterwards.
-    """
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    ours, theirs = os.openpty()  # progress is shown to terminals only
-    with os.fdopen(ours, "rb", buffering=0) as terminal:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "orlop", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=theirs,
-            text=True,
-            env=os.environ | {"TERM": "xterm", "COLUMNS": "80", "TMPDIR": str(temporary)},
-        )
-        os.close(theirs)
-        said = b""
-        while not re.search(said_before, said):
-            said += terminal.read(1024)
-        assert bool(list(temporary.iterdir())) == has_temporary
-        process.send_signal(signum)
-        out, _ = process.communicate(timeout=TIMEOUT_S)
-    assert list(temporary.iterdir()) == []
-    return process.returncode, out
-
-
 SIGNALS = pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 
 
@@ -240,32 +269,21 @@ def test_a_signal_stops_the_run_with_what_was_done(long_trace, tmp_path, signum)
 
 
 @pytest.mark.parametrize("form", ["table", "json"])
-def test_a_run_that_is_stopped_before_offload_has_no_column_for_it(long_trace, tmp_path, form):
-    options = ("run", "--trace", long_trace, *SMALL, *(["--json"] if form == "json" else []))
-    code, out = stopped(signal.SIGINT, rb"without offload: [1-9]\d* of 6000", tmp_path, *options)
+def test_a_run_that_is_stopped_before_offload_is_compared_has_one_column(long_trace, tmp_path, form):
+    output = tmp_path / "results.jsonl"
+    options = ("run", "--trace", long_trace, *SMALL, "--output", output, *(["--json"] if form == "json" else []))
+    code, out = stopped(signal.SIGINT, rb"with offload: [1-9]\d* of 6000", tmp_path, *options)
     assert code == 130
+    num_done = len(output.read_text().splitlines())
+    assert 1 <= num_done < 6_000
     if form == "json":
         summary = json.loads(out)
-        assert (summary["interrupted"], summary["with_offload"], summary["tokens"]) == (True, None, None)
-        assert 1 <= summary["without_offload"]["requests"] < 6_000
+        assert (summary["interrupted"], summary["without_offload"], summary["tokens"]) == (True, None, None)
+        assert summary["with_offload"]["requests"] == num_done
     else:
-        assert out.replace("without offload", "").count("with offload") == 1
-        assert out.endswith("\nstopped before the run with offload\n")
+        assert "without offload" not in out
+        assert out.endswith("\nstopped: the figures are of what was done until then\n")
         assert "tokens computed" in out
-
-
-@SIGNALS
-def test_a_signal_stops_the_demo_and_its_process(tmp_path, signum):
-    work_dir, said = tmp_path / "work", rb"without offload: [1-9]\d* of"
-    code, out = stopped(signum, said, tmp_path, "demo", "--work-dir", work_dir, has_temporary=False)
-    assert (code, out.splitlines()[-1]) == (130, "stopped")
-    assert "FAILED" not in out
-    assert not (work_dir / "without-offload.json").exists()  # written where the run without offload comes to its end
-
-
-def test_a_demo_that_is_stopped_leaves_nothing_behind(tmp_path):
-    code, _ = stopped(signal.SIGTERM, rb"without offload: [1-9]\d* of", tmp_path, "demo")
-    assert code == 130
 
 
 def test_the_second_signal_ends_a_run_that_does_not_stop():
@@ -277,25 +295,6 @@ def test_the_second_signal_ends_a_run_that_does_not_stop():
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_the_demo_ends_well(tmp_path, capsys):
-    assert demo.run_demo(tmp_path, conversations=8) == 0
-    out = capsys.readouterr().out
-    assert out.count("32 equal, 0 ties, 0 different") == 2
-    assert "FAILED" not in out
-
-
-def test_the_demo_fails_where_its_tables_do_not_show_what_they_should():
-    figures = {"computed_tokens": 1, "loaded_tokens_from_host": 5, "loaded_tokens_from_0:files": 0}
-    summary = {"tokens": {"equal": 31, "ties": 1, "different": []}, "with_offload": figures}
-    assert demo._problems(1, 0, summary, 32) == []
-    assert demo._problems(2, 0, summary, 32) == ["process 2 loaded nothing from the files of process 1"]
-    figures["loaded_tokens_from_0:files"] = 1
-    assert demo._problems(2, 0, summary, 32) == []
-    wrong = "process 2 did not generate the tokens of the run without offload"
-    assert demo._problems(2, 1, summary, 32) == [wrong]
-    assert demo._problems(2, 0, summary, 33) == [wrong]
-
-
 def test_more_tokens_per_id_than_memory_holds_are_refused(trace):
     done = orlop("run", "--trace", trace, "--tokens-per-trace-block", 99_999_999_999)
     assert (done.returncode, done.stdout) == (2, "")
@@ -304,5 +303,18 @@ def test_more_tokens_per_id_than_memory_holds_are_refused(trace):
 
 
 def test_version_and_help():
-    assert orlop("--version").stdout.startswith("orlop")
+    assert orlop("--version").stdout == f"orlop {__version__}\n"
     assert "--tokens-per-trace-block" in orlop("run", "--help").stdout
+
+
+def test_help_is_quick_because_nothing_heavy_is_imported_for_it():
+    program = (
+        "import sys; from orlop.cli.main import app\n"
+        "try: app(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'pydantic', 'rich', 'tokenizers'} & set(sys.modules)\n"
+        "sys.exit(f'pulled in {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "orlop demo" in done.stdout

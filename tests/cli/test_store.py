@@ -32,10 +32,10 @@ def filled(tmp_path_factory):
     path = tmp_path_factory.mktemp("filled") / "tier"
     for blocks_per_chunk in (2, 4):
         llm = engine(path, blocks_per_chunk)
-        llm.generate(PROMPTS, max_tokens=2)
+        llm.generate(PROMPTS, 2)
         if blocks_per_chunk == 2:
             llm.reset_prefix_cache()
-            llm.generate(PROMPTS[:1], max_tokens=2)
+            llm.generate(PROMPTS[:1], 2)
         llm.shutdown()
     return path
 
@@ -194,13 +194,13 @@ def test_clear_asks_and_does_what_it_is_told(tier, orlop, monkeypatch, answer, l
 def test_an_engine_goes_on_beside_clear_and_generates_the_same_tokens(tmp_path, orlop):
     path = tmp_path / "tier"
     llm = engine(path)
-    expected = [r.tokens for r in llm.generate(PROMPTS, max_tokens=4)]
+    expected = [r.tokens for r in llm.generate(PROMPTS, 4)]
     assert Stored(open_folder(path)).folder.engines() == 1
     exit_code, said, _ = orlop("clear", path, "--all", "--yes", "--json")
     assert (exit_code, said["removed"] > 0, chunk_files(path)) == (0, True, [])
     assert list(path.glob("*.json"))  # its description stays: it writes that at its start only
     for _ in range(2):
-        assert [r.tokens for r in llm.generate(PROMPTS[::-1], max_tokens=4)] == expected[::-1]
+        assert [r.tokens for r in llm.generate(PROMPTS[::-1], 4)] == expected[::-1]
     llm.check()
     llm.shutdown()
     assert orlop("verify", path)[0] == 0

@@ -68,7 +68,7 @@ class DictConnector:
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
         self.calls.append(("alloc", request.request_id, num_external_tokens))
-        (block_ids,) = blocks.get_block_ids()
+        (block_ids,) = blocks.get_block_ids()  # one KV group
         if num_external_tokens:
             count = num_external_tokens // self.block_tokens
             first = len(block_ids) - count
@@ -94,7 +94,7 @@ class DictConnector:
         self.new_loads = []
         for req_id, count in step.num_scheduled_tokens.items():
             request = self.live[req_id]
-            assert self.tables[req_id] == request.block_ids
+            assert [self.tables[req_id]] == request.block_ids
             filled = min((request.num_computed_tokens + count) // self.block_tokens, len(request.block_hashes))
             meta.stores += zip(self.tables[req_id][:filled], request.block_hashes[:filled], strict=True)
         return meta
@@ -105,7 +105,7 @@ class DictConnector:
     def request_finished(self, request):
         assert self.live.pop(request.request_id) is request
         if self.engine is not None:
-            assert all(self.engine.scheduler.pool._uses[b] > 0 for b in request.block_ids)
+            assert all(self.engine.scheduler.pool._uses[b] > 0 for b in request.block_ids[0])
         self.ended.append(request.request_id)
         return False, None
 
@@ -164,7 +164,7 @@ class DictConnector:
 def engine(connector=None, *, offload=None, **settings):
     """An engine that does not sleep when idle; with the double, with Orlop's own connector, or alone."""
     settings = {"idle_wait_s": 0.0, "num_blocks": 64, **settings}
-    llm = LLM(EngineConfig(**settings), offload, connect=connector.connect if connector else None)
+    llm = LLM(EngineConfig(**settings), offload=offload, connect=connector.connect if connector else None)
     if connector is not None:
         connector.engine = llm
     return llm

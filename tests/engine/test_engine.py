@@ -14,6 +14,7 @@ from engine_doubles import engine, greedy, run_checked
 
 from orlop.engine.blocks import BlockPool
 from orlop.engine.llm import LLM, EngineConfig
+from orlop.engine.sampling import SamplingParams
 from orlop.engine.sequence import ROOT_DIGEST, Sequence
 from orlop.errors import ConfigError, InvariantError, OrlopError
 
@@ -88,6 +89,10 @@ def test_generated_tokens_fill_blocks_that_later_prompts_find():
     assert second.device_hit_tokens == 8
 
 
+def hashes_of(prompt, block_tokens=16):
+    return Sequence("r", prompt, SamplingParams(), block_tokens=block_tokens).block_hashes
+
+
 def test_one_wrong_block_of_kv_changes_what_is_generated():
     llm = engine()
     changed = 0
@@ -96,14 +101,14 @@ def test_one_wrong_block_of_kv_changes_what_is_generated():
         right = greedy(llm, prompt, 4)
         llm.generate([prompt], 1)
         for cache in llm.runner.kv_caches.values():
-            cache[llm.scheduler.pool._by_hash[Sequence("r", prompt, 1, block_tokens=16).block_hashes[1]]] = 0.0
+            cache[llm.scheduler.pool.cached((0, hashes_of(prompt)[1]))] = 0.0
         changed += llm.generate([prompt], 4)[0].tokens != right
         llm.reset_prefix_cache()
     assert changed >= 6
 
 
 def test_hashes_are_chained_digests_that_every_process_agrees_on():
-    seq = Sequence("r", range(10), 4, block_tokens=4)
+    seq = Sequence("r", range(10), SamplingParams(), block_tokens=4)
     first = hashlib.sha256(ROOT_DIGEST + np.arange(4, dtype="<i4").tobytes()).digest()
     second = hashlib.sha256(first + np.arange(4, 8, dtype="<i4").tobytes()).digest()
     assert list(seq.block_hashes) == [first, second]
@@ -139,7 +144,7 @@ def test_tokens_sampled_beyond_a_stop_token_are_discarded(async_scheduling):
     prompt = prompts(1)[0]
     tokens = greedy(llm, prompt, 8)
     stop = next(t for i, t in enumerate(tokens) if i >= 2 and t not in tokens[:i])
-    request_id = llm.add_request(prompt, 8, stop_token=stop)
+    request_id = llm.add_request(prompt, SamplingParams(8, stop_token_ids=[stop]))
     results = run_checked(llm)
     assert results[request_id].tokens == tokens[: tokens.index(stop) + 1]
     assert llm.scheduler.pool.num_free == llm.scheduler.pool.capacity
@@ -169,10 +174,10 @@ def test_after_a_reset_nothing_from_before_is_found_and_running_requests_start_o
         ([1, 512], 1, "found token id 512, expected ids from 0 to 511"),
         ([-1], 1, "found token id -1"),
         ("hello", 1, "found the prompt 'hello', expected a list of token ids"),
-        (b"hello", 1, "expected a list of token ids"),
-        (3, 1, "found the prompt 3, expected a list of token ids"),
-        ([1.5, 2], 1, "expected a list of token ids"),
-        ([[1, 2]], 1, "expected a list of token ids"),
+        (b"hello", 1, "a list of token ids"),
+        (3, 1, "found the prompt 3, expected text or a list of token ids"),
+        ([1.5, 2], 1, "a list of token ids"),
+        ([[1, 2]], 1, "a list of token ids"),
         ([None] * 100, 1, r"found the prompt \[None.{55}\.\.\.,"),
         ([1] * 100, 1, "num_blocks=8"),
     ],
@@ -214,12 +219,12 @@ def test_the_least_recently_used_cached_block_is_forgotten_first():
     for block, name in zip(blocks, (b"a", b"b", b"c"), strict=True):
         pool.register(block, name)
     pool.free(blocks)  # the end of the prompt leaves first: c, b, a
-    pool.take(pool.find_prefix([b"a"]))
-    assert pool.room_needed(pool.find_prefix([b"a", b"b"]), 1) == 2
+    pool.take([pool.cached(b"a")])
+    assert pool.unused(blocks[:2]) == 1
     pool.allocate(1)
-    assert pool.find_prefix([b"a", b"b", b"c"]) == blocks[:2]
+    assert [pool.cached(name) for name in (b"a", b"b", b"c")] == [*blocks[:2], None]
     pool.allocate(1)
-    assert pool.find_prefix([b"a", b"b"]) == blocks[:1]
+    assert [pool.cached(name) for name in (b"a", b"b")] == [blocks[0], None]
     assert pool.num_free == 0
 
 

@@ -23,7 +23,14 @@ MODULES = {
 # same kind of names. A module may import its own folder besides.
 
 WORDS = ["orlop.core", "orlop.counting", "orlop.errors", "orlop.background"]
-CONTRACTS = [*WORDS, "orlop.config", "orlop.tiering.base", "orlop.tiering.envelope", "orlop.worker.base"]
+CONTRACTS = [
+    *WORDS,
+    "orlop.config",
+    "orlop.tiering.base",
+    "orlop.tiering.envelope",
+    "orlop.tiering.key_index",
+    "orlop.worker.base",
+]
 JOINED = [*CONTRACTS, "orlop.scheduler", "orlop.host", "orlop.worker", "orlop.tiering", "orlop.stores"]
 ARROWS = {
     "orlop.core": [],
@@ -33,11 +40,12 @@ ARROWS = {
     "orlop.config": WORDS,
     "orlop.tiering.base": WORDS,
     "orlop.tiering.envelope": WORDS,
+    "orlop.tiering.key_index": WORDS,
     "orlop.worker.base": WORDS,
     "orlop.scheduler": CONTRACTS,
     "orlop.host": CONTRACTS,
     "orlop.worker": CONTRACTS,
-    "orlop.stores": CONTRACTS,
+    "orlop.stores": [*CONTRACTS, "orlop.host.policies"],
     "orlop.tiering.io_process": [*CONTRACTS, "orlop.host", "orlop.tiering", "orlop.stores"],
     "orlop.tiering": [*CONTRACTS, "orlop.host"],
     "orlop.connector": JOINED,

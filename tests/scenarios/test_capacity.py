@@ -13,6 +13,8 @@ from collections import Counter
 
 import pytest
 
+import orlop.scheduler.scheduler as scheduler_module
+import orlop.tiering.manager as manager_module
 from orlop.core import Outcome, TransferKind
 from orlop.host.slots import SlotState
 from orlop.testing.device import only
@@ -309,6 +311,39 @@ def test_bookkeeping_does_not_grow_with_the_rounds_of_conversations() -> None:
         assert held() <= 1.2 * before + 4096
     finally:
         tracemalloc.stop()
+    rig.finish()
+
+
+@pytest.mark.fault("B197")
+def test_what_is_over_does_not_stand_in_a_list_until_its_deadline(
+    async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deadlines of a year, and one store that nobody reports: all that comes after it would gather behind it."""
+    monkeypatch.setattr(manager_module, "FEW", 4)
+    monkeypatch.setattr(scheduler_module, "FEW", 4)
+    year = 366 * 24 * 3600.0
+    rig = make_tiered_rig(
+        PAIRS,
+        slots=12,
+        entry={"promotion_s": year, "cascade_s": year},
+        options={"store_deadline_s": year, "promotion_wait_s": year},
+        async_scheduling=async_scheduling,
+    )
+    rig.device.hold = only(kind=STORE)
+    rig.runner.add(PROMPT, req_id="first")
+    rig.runner.run(until=lambda: rig.runner.requests["first"].ended)
+    held = set(rig.scheduler._jobs)
+    rig.device.hold = lambda job, rank: job.job_id in held
+    for turn in range(40):
+        number = turn % 4 + 1  # more than the host tier holds
+        request = rig.runner.add(range(100 * number, 100 * number + 40), req_id=f"r{turn}")
+        rig.runner.run(until=lambda request=request: request.ended and len(rig.scheduler._jobs) == len(held))
+        rig.runner.pool.reset()
+    inner = tiering(rig)
+    assert inner.counters["chunks_promoted 0:manual"] > 40
+    lists = [inner._deadlines, inner._lease_ends, rig.scheduler._store_deadlines]
+    assert all(len(entries) <= 12 for entries in lists), [len(entries) for entries in lists]
+    rig.unhold()
     rig.finish()
 
 

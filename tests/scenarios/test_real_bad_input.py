@@ -20,6 +20,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,50 @@ def test_a_size_that_nobody_set_is_never_refused_by_our_own_rule(
         assert engine.connector._region is not None
         assert engine.connector._region.layout.slots == slots
         engine.serve(PROMPT)
+
+
+@pytest.mark.fault("B099")
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"instance": "a\ud800"}, "instance: found 'a.ud800', expected a text"),
+        ({"instance": 5}, "instance: found 5, expected a text"),
+        ({"ranks": 0}, "found rank 0 of 0"),
+        ({"rank": -1}, "found rank -1 of 1"),
+        ({"rank": 1}, "found rank 1 of 1"),
+        ({"groups": (KVGroup(0, 4, layers=("a", "a")),)}, "found layer 'a' more than once"),
+        ({"groups": (KVGroup(0, 4, layers=("a",)), KVGroup(1, 4, layers=("b", "a")))}, "found layer 'a' more than"),
+        ({"groups": (KVGroup(1, 4, layers=("a", "b")),)}, "found group 1 in place 0"),
+    ],
+)
+def test_what_no_engine_can_mean_is_refused_by_both_halves_at_once(wrong: dict[str, Any], said: str) -> None:
+    right = {"instance": f"wrong-{os.getpid()}", "groups": FULL, "tokens_per_hash": 4, "identity": {"m": 1}}
+    spec = EngineSpec(**{**right, "device_cache_bytes": 1, **wrong})
+    with pytest.raises(ConfigError, match=said):
+        OffloadingConnector.worker({}, spec).register_kv_caches(kv_caches())
+    with pytest.raises(ConfigError, match=said):
+        OffloadingConnector.scheduler({}, spec)
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "NoneType"), ([1, 2], "int"), (5, "int"), ("cells", "str")])
+def test_what_is_no_tensor_is_refused_by_the_name_of_its_layer(given: object, found: str) -> None:
+    worker = OffloadingConnector.worker({}, EngineSpec(f"no-tensor-{os.getpid()}", FULL, 4, {"m": 1}, 1))
+    with pytest.raises(ConfigError, match=f"layer 'a': found {found}, expected a tensor"):
+        worker.register_kv_caches({**kv_caches(), "a": given})
+
+
+@pytest.mark.fault("B157")
+@pytest.mark.parametrize("wrong", [{"ranks": 1}, {"ranks": 3}, {"groups": HYBRID}])
+def test_a_scheduler_half_that_was_told_of_other_ranks_or_groups_is_refused(
+    tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    """One that waits for one rank's reports where there are two would serve what the second has not stored."""
+    with Engine(tmp_path, "others", FULL, 2) as engine:
+        spec = replace(engine.connector.spec, **wrong)
+        with pytest.raises(ConfigError, match="found a host region of 2 ranks and 1 KV groups, expected"):
+            OffloadingConnector.scheduler(engine.connector.config, spec)
+        assert engine.serve(PROMPT).output_token_ids
 
 
 @pytest.mark.fault("B217")

@@ -135,6 +135,18 @@ def test_tokens_loaded_are_tokens_not_computed(async_scheduling: bool) -> None:
     rig.finish()
 
 
+def test_a_load_says_which_tier_had_its_tokens(async_scheduling: bool) -> None:
+    rig = make_rig(async_scheduling=async_scheduling)
+    rig.store(range(16))
+    assert rig.scheduler.load_origins(rig.runner.add([*range(100, 110)])) == {}
+    request = rig.runner.add([*range(16), 1])
+    while not rig.device.copies[LOAD]:
+        rig.runner.step()
+    assert rig.scheduler.load_origins(request) == {"host": 16}
+    rig.finish()
+    assert rig.scheduler.load_origins(request) == {}
+
+
 def test_an_answer_that_is_never_used_takes_nothing(async_scheduling: bool) -> None:
     """There is no room on the device for what was promised, until another request ends."""
     rig = make_rig(async_scheduling=async_scheduling, blocks=12)
@@ -372,3 +384,14 @@ def test_groups_that_cannot_be_offloaded_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=found):
         Geometry(groups, tokens_per_hash, 1)
+
+
+@pytest.mark.fault("B061")
+def test_two_loaded_requests_that_fill_the_device_do_not_take_turns_for_ever(async_scheduling: bool) -> None:
+    rig = make_rig(blocks=14, token_budget=3, prefix_caching=False, async_scheduling=async_scheduling)
+    prompts = [range(100 * n, 100 * n + 28) for n in (1, 2)]
+    for prompt in prompts:
+        rig.store(prompt[:25])
+    both = [rig.runner.add(prompt, 2) for prompt in prompts]
+    rig.finish(max_steps=100)
+    assert all(request.was_external >= 24 for request in both)

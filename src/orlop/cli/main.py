@@ -14,13 +14,17 @@ from typing import Annotated
 
 import typer
 
+from orlop import __version__
 from orlop.errors import OrlopError
 
 MOST_TOKENS_PER_ID = 4096
 EXAMPLE_LINE = '{"input_length": 1100, "output_length": 8, "hash_ids": [0, 1, 2]}'
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
 app = typer.Typer(
-    help="KV cache offloading for LLM engines.",
+    help="Keep the KV cache of an LLM engine in host memory and files, and bring it back.\n\n"
+    "Begin with 'orlop demo'; then 'orlop run' with your own model and prompts, and 'orlop doctor' before you deploy.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -30,12 +34,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            typer.echo(f"orlop {version('orlop')}")
-        except PackageNotFoundError:
-            typer.echo("orlop (not installed: runs from its source directory)")
+        typer.echo(f"orlop {__version__}")
         raise typer.Exit
 
 
@@ -49,22 +48,48 @@ def _root(
 
 
 @app.command()
+def demo(
+    as_json: AsJson = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the figures into this .svg file.")] = None,
+    work_dir: Annotated[Path | None, typer.Option(help="Where to work; kept. Default: temporary.")] = None,
+) -> None:
+    """See in a minute what it does, on a small model.
+
+    The same conversations in four ways: with a device cache that is far too small, with host memory below it, with
+    files below that, and again in a new process on the files that are left. The tokens of all four are compared.
+    """
+    from orlop.cli.demo import run_demo
+
+    raise typer.Exit(run_demo(work_dir, as_json=as_json, plot=plot))
+
+
+@app.command()
 def run(
+    model: Annotated[
+        Path | None, typer.Option(help="A model directory (Hugging Face format). Default: a small seeded model.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help='JSON lines: a text, a list of token ids, or {"prompt": ..., "max_tokens": ..., "id": ...}.'),
+    ] = None,
     trace: Annotated[
-        Path,
-        typer.Option(help=f"A trace: Mooncake or LMCache agent JSON lines, plain or gzip. A line: {EXAMPLE_LINE}"),
-    ],
+        Path | None, typer.Option(help=f"JSON lines of a Mooncake or LMCache agent trace. A line: {EXAMPLE_LINE}")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="Settings of the offload, a JSON file.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Run the first N requests only.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write a JSON line per request into this file.")] = None,
     files_path: Annotated[
         Path | None,
-        typer.Option(help="Directory of the default files tier, kept afterwards. Default: temporary."),
+        typer.Option(help="Without --config: directory of the files tier, kept afterwards. Default: temporary."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Run the first N requests only.")] = None,
+    max_output: Annotated[
+        int | None,
+        typer.Option(min=1, help="The most tokens to generate per request. Default: 4 of a trace, 32 of prompts."),
+    ] = None,
     tokens_per_trace_block: Annotated[
         int | None,
         typer.Option(min=1, max=MOST_TOKENS_PER_ID, help="Tokens each block id becomes. Default: 16 of 512, 4 of 16."),
     ] = None,
-    max_output: Annotated[int, typer.Option(min=1, help="The most tokens to generate per request.")] = 4,
     device_blocks: Annotated[
         int | None,
         typer.Option(min=2, help="Blocks of the device cache. Default: a quarter more than the largest request."),
@@ -75,20 +100,32 @@ def run(
     overlay: Annotated[
         int, typer.Option(min=1, help="Sessions of a trace that are mixed, a request of each in turn; 1: file order.")
     ] = 8,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads that compute. Default: 1, with --model all cores but one.")
+    ] = None,
     async_scheduling: Annotated[bool, typer.Option(help="Schedule a step before the last one has reported.")] = False,
-    no_compare: Annotated[bool, typer.Option("--no-compare", help="Skip the run without offload.")] = False,
+    no_offload: Annotated[bool, typer.Option("--no-offload", help="The run without offload alone.")] = False,
+    no_compare: Annotated[bool, typer.Option("--no-compare", help="The run with offload alone.")] = False,
     reference: Annotated[
         Path | None, typer.Option(help="Keep the run without offload in this file; use it if it fits.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Run a trace through the embedded engine with offload, and compare its tokens with a run without."""
-    from orlop.cli.run import RunOptions, run_trace
+    """Run your prompts or a trace on your model, with offload and without.
+
+    Prints what was computed, found and loaded from where, and the times of both runs; says whether their tokens are
+    equal. Ctrl-C stops between two steps and shows what was done.
+    """
+    from orlop.cli.run import RunOptions
+    from orlop.cli.run import run as run_it
 
     options = RunOptions(
+        model=model,
+        prompts=prompts,
         trace=trace,
         config=config,
         files_path=files_path,
+        output=output,
         limit=limit,
         tokens_per_trace_block=tokens_per_trace_block,
         max_output=max_output,
@@ -97,45 +134,46 @@ def run(
         step_tokens=step_tokens,
         concurrency=concurrency,
         overlay=overlay,
+        threads=threads,
         async_scheduling=async_scheduling,
+        offload=not no_offload,
         compare=not no_compare,
         reference=reference,
         as_json=as_json,
     )
-    raise typer.Exit(run_trace(options))
-
-
-@app.command()
-def demo(
-    work_dir: Annotated[Path | None, typer.Option(help="Where to work; kept. Default: temporary.")] = None,
-) -> None:
-    """Two processes one after the other share stored KV; tokens are those of a run without offload."""
-    from orlop.cli.demo import run_demo
-
-    raise typer.Exit(run_demo(work_dir))
+    raise typer.Exit(run_it(options))
 
 
 @app.command()
 def doctor(
     config: Annotated[Path | None, typer.Option(help="The settings to check, a JSON file. Default: none set.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Check this machine and the settings: versions, memory, limits, each tier's directory and disk."""
+    """Check the machine and your settings, and say what to do.
+
+    Versions, memory and its limits, locked memory, shared memory, each tier's directory: room, direct I/O and speed;
+    the effective settings and where each comes from. Exit code 1 where something cannot work.
+    """
     from orlop.cli.doctor import run_doctor
 
     raise typer.Exit(run_doctor(config, as_json))
 
 
-store = typer.Typer(help="Look into a tier's directory, verify it, clear it. Engines may go on using it meanwhile.")
+store = typer.Typer(
+    help="Look into a tier's directory, verify it, clear it.\n\nEngines may go on using it meanwhile.",
+    rich_markup_mode=None,
+)
 app.add_typer(store, name="store", no_args_is_help=True)
 
 StorePath = Annotated[Path, typer.Argument(help="The directory that the tier's 'path' names.", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @store.command()
 def inspect(path: StorePath, as_json: AsJson = False) -> None:
-    """Namespaces, chunks, bytes, ages, and in which fields namespaces differ."""
+    """What is stored, for whom, and how old it is.
+
+    Chunks, bytes and ages by namespace, and the fields in which two namespaces differ.
+    """
     from orlop.cli.store import run_inspect
 
     raise typer.Exit(run_inspect(path, as_json))
@@ -147,7 +185,10 @@ def verify(
     repair: Annotated[bool, typer.Option("--repair", help="Remove what does not verify.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Read every chunk and check it to its last byte; exit code 1 where one does not verify and stays."""
+    """Read every chunk and check it to its last byte.
+
+    Counts by reason; exit code 1 where a chunk does not verify and stays.
+    """
     from orlop.cli.store import run_verify
 
     raise typer.Exit(run_verify(path, repair, as_json))
@@ -163,7 +204,10 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove stored chunks. Beside a running engine too: it computes what it does not find."""
+    """Remove stored chunks, after a question.
+
+    Beside a running engine too: it computes what it does not find.
+    """
     from orlop.cli.store import run_clear
 
     raise typer.Exit(run_clear(path, namespace or [], everything, yes, as_json))

@@ -1,6 +1,6 @@
 """Runs requests through an embedded engine and says what became of them.
 
-In: requests, an engine. Out: a ``RunReport``. Never: a table, an exit code.
+In: ``RunRequest``s, an engine. Out: a ``RunReport``. Never: a table, an exit code.
 """
 
 from __future__ import annotations
@@ -11,10 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from orlop.cli.traces import TraceRequest
-
 if TYPE_CHECKING:  # the engine brings torch, and whoever hands one in has it
     from orlop.engine.llm import LLM, Result
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """One request to run: the prompt's token ids and how many tokens to generate. ``where``: the line it came from."""
+
+    request_id: str
+    prompt: list[int]
+    max_tokens: int
+    where: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +60,17 @@ class RunReport:
 
 def replay(
     llm: LLM,
-    requests: Sequence[TraceRequest],
+    requests: Sequence[RunRequest],
     *,
     concurrency: int,
     tell: Callable[[int], None] = lambda num_ended: None,
     must_stop: Callable[[], bool] = lambda: False,
+    keep: Callable[[Result], None] = lambda result: None,
 ) -> RunReport:
     """Run ``requests`` in order, ``concurrency`` at a time, then shut the engine down.
 
-    ``tell`` is called with the number of requests that have ended. ``must_stop`` is asked between steps; once it
-    says so the run ends with what was done.
+    ``tell`` is called with the number of requests that have ended, ``keep`` with each as it ends. ``must_stop`` is
+    asked between steps; once it says so the run ends with what was done.
     """
     started, interrupted = time.monotonic(), False
     results: list[Result] = []
@@ -72,7 +81,9 @@ def replay(
                 request = requests[num_started]
                 llm.add_request(request.prompt, request.max_tokens, request_id=request.request_id)
                 num_started += 1
-            results += llm.step()
+            for result in llm.step():
+                results.append(result)
+                keep(result)
             tell(len(results))
         total_s = time.monotonic() - started
     finally:

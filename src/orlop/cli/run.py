@@ -1,38 +1,47 @@
-"""``orlop run``: a trace through the embedded engine, without offload and with it.
+"""``orlop run``: prompts or a trace through the embedded engine, with offload and without.
 
-In: ``RunOptions``. Out: a table or JSON on standard output, progress on standard error, an exit code. Never: a
-table that hides a difference: where tokens differ it says which, and the exit code is 1.
+In: ``RunOptions``. Out: a table or JSON on standard output, progress on standard error, a JSON line per request where
+asked for, an exit code. Never: a table that hides a difference: where tokens differ it says which, and the exit code
+is 1. Two models in memory at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from orlop.cli.compare import Comparison, compare
-from orlop.cli.replay import RunReport, replay
+from orlop.cli.prompts import read_prompts
+from orlop.cli.replay import RunReport, RunRequest, replay
 from orlop.cli.settings import read_settings
 from orlop.cli.stopping import STOPPED, stop_signals
 from orlop.cli.summary import ChunksTooLong, print_summary, summarise
-from orlop.cli.traces import TraceRequest, read_requests
+from orlop.cli.traces import read_requests
 from orlop.config import OrlopConfig
-from orlop.core import EngineSpec
-from orlop.engine.llm import LLM, EngineConfig  # before torch: it says which extra brings that
+from orlop.engine.blocks import BlockPool
+from orlop.engine.checkpoint import Checkpoint
+from orlop.engine.llm import LEAST_BLOCKS, LLM, EngineConfig, Result  # before torch: it says which extra brings that
 from orlop.engine.model import ModelConfig
-from orlop.errors import ConfigError
+from orlop.engine.tables import BlockTables
+from orlop.engine.text import Text
+from orlop.errors import ConfigError, TraceError
 
 import torch  # isort: skip
 
 ENDED, DIFFERS = 0, 1
+TRACE_OUTPUT, PROMPTS_OUTPUT = 4, 32
+"""The most tokens to generate per request, where nothing says how many."""
 SWITCH_INTERVAL_S = 0.002
 """How long the engine's thread may have to wait for another one to let go of the interpreter; Python's own is 5 ms."""
 
@@ -41,73 +50,145 @@ SWITCH_INTERVAL_S = 0.002
 class RunOptions:
     """The options of ``orlop run``, as its help explains them."""
 
-    trace: Path
+    model: Path | None = None
+    prompts: Path | None = None
+    trace: Path | None = None
     config: Path | None = None
     files_path: Path | None = None
+    output: Path | None = None
     limit: int | None = None
     tokens_per_trace_block: int | None = None
-    max_output: int = 4
+    max_output: int | None = None
     device_blocks: int | None = None
     block_tokens: int = 16
     step_tokens: int = 512
     concurrency: int = 4
     overlay: int = 8
+    threads: int | None = None
     async_scheduling: bool = False
+    offload: bool = True
     compare: bool = True
     reference: Path | None = None
     as_json: bool = False
 
 
-def run_trace(options: RunOptions) -> int:
+def run(options: RunOptions) -> int:
     """Run, compare, print; the exit code."""
-    if options.reference is not None and not options.compare:
-        raise ConfigError(
-            "found --no-compare and --reference, expected one of them: the reference is the run to compare with"
-        )
-    # Matrices this small are faster on one thread, and copies and tier I/O want the other cores.
-    torch.set_num_threads(1)
+    _refuse_what_does_not_go_together(options)
+    torch.set_num_threads(options.threads or _threads(options.model))
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    requests = read_requests(
-        options.trace,
-        limit=options.limit,
-        tokens_per_block=options.tokens_per_trace_block,
-        max_output=options.max_output,
-        vocab_size=ModelConfig().vocab_size,
-        overlay=options.overlay,
-    )
-    engine = _engine_config(options, requests)
-    with ExitStack() as stack:
-        must_stop = stack.enter_context(stop_signals())
-        settings = OrlopConfig.load(_settings(options, engine, stack), source=str(options.config or "config"))
-        # Made here, so that a mistake in its settings is said before the first run and not after it.
-        llm = LLM(engine, offload=settings)
-        stack.callback(llm.shutdown)
-        without = _without_offload(options, engine, requests, must_stop) if options.compare else None
-        offloaded = None if must_stop() else _replay("with offload", llm, requests, options, must_stop)
-    too_long = _chunks_too_long(settings, llm.spec(), requests, offloaded) if offloaded is not None else None
-    verdict = _compare(engine, requests, without, offloaded) if without is not None and offloaded is not None else None
-    summary = summarise(asdict(engine), without, offloaded, verdict, too_long)
-    if options.as_json:
-        print(json.dumps(summary))
-    else:
-        print_summary(summary)
-    if offloaded is None or offloaded.interrupted:
+    model, requests = _work(options)
+    engine = _engine_config(options, model, requests)
+    offloaded = without = verdict = None
+    with stop_signals() as must_stop, _output(options.output) as keep:
+        if options.offload:
+            # First, so that a mistake in the settings is said at once and not after the other run.
+            offloaded = _with_offload(options, engine, requests, must_stop, keep)
+        if options.compare and not must_stop():
+            judge = _Judge(options.model, engine)
+            without = _without_offload(options, judge, requests, must_stop, keep)
+            if offloaded is not None:
+                prompts = {r.request_id: r.prompt for r in requests}
+                verdict = compare(prompts, without.tokens, offloaded.report.tokens, judge.logits_after)
+        stopped = must_stop()
+    _say(options, engine, without, offloaded, verdict)
+    if stopped:
         return STOPPED
     return DIFFERS if verdict is not None and verdict.different else ENDED
 
 
-# --- settings ---------------------------------------------------------------------------------------------
+def _say(
+    options: RunOptions,
+    engine: EngineConfig,
+    without: RunReport | None,
+    offloaded: _Offloaded | None,
+    verdict: Comparison | None,
+) -> None:
+    report, too_long = (offloaded.report, offloaded.too_long) if offloaded is not None else (None, None)
+    summary = summarise(asdict(engine), without, report, verdict, too_long)
+    if options.as_json:
+        print(json.dumps(summary))
+    else:
+        print_summary(summary)
 
 
-def _engine_config(options: RunOptions, requests: list[TraceRequest]) -> EngineConfig:
-    largest = max(-(-(len(r.prompt) + r.max_tokens) // options.block_tokens) for r in requests)
+# --- what is to be done ---------------------------------------------------------------------------------------
+
+
+def _refuse_what_does_not_go_together(options: RunOptions) -> None:
+    for found, expected in (
+        (options.prompts is None and options.trace is None, "neither --prompts nor --trace, expected one of them"),
+        (options.prompts is not None and options.trace is not None, "--prompts and --trace, expected one of them"),
+        (
+            options.reference is not None and not (options.compare and options.offload),
+            "--reference and a run that compares nothing, expected one of them: the reference is the run to compare "
+            "with",
+        ),
+        (not (options.compare or options.offload), "--no-compare and --no-offload, which leaves nothing to run"),
+        (
+            options.config is not None and options.files_path is not None,
+            "--config and --files-path, expected one of them: a config names its own tiers",
+        ),
+    ):
+        if found:
+            raise ConfigError(f"found {expected}")
+
+
+def _threads(model: Path | None) -> int:
+    """Small matrices are faster on one thread; copies and tier I/O want a core beside a large model."""
+    return 1 if model is None else max(1, (os.cpu_count() or 1) - 1)
+
+
+def _work(options: RunOptions) -> tuple[ModelConfig, list[RunRequest]]:
+    """What runs, and every request as token ids, all of which it can run."""
+    checkpoint = Checkpoint.open(options.model) if options.model is not None else None
+    model = checkpoint.config if checkpoint is not None else ModelConfig()
+    if options.prompts is not None:
+        text = Text(checkpoint.tokenizer() if checkpoint is not None else None)
+        max_output = options.max_output or PROMPTS_OUTPUT
+        requests = read_prompts(options.prompts, limit=options.limit, max_output=max_output, encode=text.encode)
+    else:
+        assert options.trace is not None
+        requests = read_requests(
+            options.trace,
+            limit=options.limit,
+            tokens_per_block=options.tokens_per_trace_block,
+            max_output=options.max_output or TRACE_OUTPUT,
+            vocab_size=model.vocab_size,
+            overlay=options.overlay,
+        )
+    for request in requests:
+        _refuse_what_the_model_cannot_take(model, request, options)
+    return model, requests
+
+
+def _refuse_what_the_model_cannot_take(model: ModelConfig, request: RunRequest, options: RunOptions) -> None:
+    unknown = next((token for token in request.prompt if token >= model.vocab_size), None)
+    if unknown is not None:
+        raise TraceError(
+            f"{request.where}: found the token id {unknown}, expected ids from 0 to {model.vocab_size - 1}, "
+            "which is what the model has"
+        )
+    found, most = len(request.prompt), model.max_positions
+    if most is not None and found + request.max_tokens > most:
+        shorter = "shorten the prompt, or lower max_tokens" if options.prompts else "lower --tokens-per-trace-block"
+        raise TraceError(
+            f"{request.where}: found {found} prompt tokens and {request.max_tokens} to generate, expected at most "
+            f"{most} together, which is what the model allows; {shorter}"
+        )
+
+
+def _engine_config(options: RunOptions, model: ModelConfig, requests: list[RunRequest]) -> EngineConfig:
+    tables = BlockTables(BlockPool(LEAST_BLOCKS), tuple(model.layer_groups), options.block_tokens)
+    largest = max(tables.most_blocks(len(r.prompt) + r.max_tokens, options.step_tokens) for r in requests)
     if options.device_blocks is not None and options.device_blocks <= largest:
         # One block of the device is the null block, which holds nothing.
         raise ConfigError(
             f"--device-blocks: found {options.device_blocks}, the largest request needs {largest + 1}; "
-            "give that many, or lower --tokens-per-trace-block"
+            "give that many, or shorter requests"
         )
     return EngineConfig(
+        model=model,
         num_blocks=options.device_blocks or largest + max(largest // 4, 4) + 1,
         block_tokens=options.block_tokens,
         max_step_tokens=options.step_tokens,
@@ -119,15 +200,13 @@ def _engine_config(options: RunOptions, requests: list[TraceRequest]) -> EngineC
 def _settings(options: RunOptions, engine: EngineConfig, stack: ExitStack) -> Mapping[str, Any]:
     """What the offload is told: the file, or a small host tier with files below it."""
     if options.config is not None:
-        if options.files_path is not None:
-            raise ConfigError("found --config and --files-path, expected one of them: a config names its own tiers")
         return read_settings(options.config)
     path = options.files_path or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="orlop-run-")))
-    device_bytes = engine.num_blocks * engine.block_tokens * ModelConfig().kv_bytes_per_token
+    device_bytes = engine.num_blocks * engine.block_tokens * engine.model.kv_bytes_per_token
     return {
         # Little more than the device, so that the files are needed too.
         "host": {"bytes": max(2 * device_bytes, 1 << 20)},
-        "blocks_per_chunk": 2,
+        "blocks_per_chunk": "auto" if options.model is not None else 2,
         # Patient: what is shown here is what is found, also on a disk that is busy with other things.
         "tiers": [
             {"type": "files", "path": str(path), "bytes": "4GiB", "deadline": {"lookup": "5s", "promotion": "30s"}}
@@ -135,44 +214,73 @@ def _settings(options: RunOptions, engine: EngineConfig, stack: ExitStack) -> Ma
     }
 
 
-def _chunks_too_long(
-    settings: OrlopConfig, spec: EngineSpec, requests: list[TraceRequest], offloaded: RunReport
-) -> ChunksTooLong | None:
-    """Said where nothing was stored because no prompt is as long as a chunk."""
-    tokens_per_block = spec.groups[0].tokens_per_block
-    block_bytes = tokens_per_block * ModelConfig().kv_bytes_per_token
-    chunk_tokens = settings.chunk_blocks(spec.groups, block_bytes) * tokens_per_block
+@contextmanager
+def _output(path: Path | None) -> Iterator[Callable[[Result], None]]:
+    """A function that writes one request's result as a JSON line, at once: what was done is there, whatever comes."""
+    if path is None:
+        yield lambda result: None
+        return
+    try:
+        file = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--output {path}: cannot be written: {error.strerror}; give a file in a directory that can be written"
+        ) from error
+    with file:
+
+        def keep(result: Result) -> None:
+            file.write(json.dumps(asdict(result)) + "\n")
+            file.flush()
+
+        yield keep
+
+
+# --- runs -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Offloaded:
+    """The run with offload. ``identity``: what the engine says of its model and weights."""
+
+    report: RunReport
+    identity: Mapping[str, Any]
+    too_long: ChunksTooLong | None
+
+
+def _with_offload(
+    options: RunOptions,
+    engine: EngineConfig,
+    requests: list[RunRequest],
+    must_stop: Callable[[], bool],
+    keep: Callable[[Result], None],
+) -> _Offloaded:
+    with ExitStack() as stack:
+        settings = OrlopConfig.load(_settings(options, engine, stack), source=str(options.config or "config"))
+        llm = LLM(options.model, engine, settings)
+        spec = llm.spec()
+        report = _replay("with offload", llm, requests, options, must_stop, keep)
+    block_bytes = options.block_tokens * engine.model.kv_bytes_per_token
+    chunk_tokens = settings.chunk_blocks(spec.groups, block_bytes) * options.block_tokens
     longest = max(len(r.prompt) for r in requests)
-    if offloaded.stats.get("store_bytes") or chunk_tokens <= longest:
-        return None
-    return ChunksTooLong(chunk_tokens, longest)
-
-
-# --- runs -------------------------------------------------------------------------------------------------
-
-
-def _replay(
-    name: str, llm: LLM, requests: list[TraceRequest], options: RunOptions, must_stop: Callable[[], bool]
-) -> RunReport:
-    # Progress goes where the table does not, and only where somebody looks.
-    with Console(stderr=True).status(f"{name}: starting") as status:
-        return replay(
-            llm,
-            requests,
-            concurrency=options.concurrency,
-            tell=lambda ended: status.update(f"{name}: {ended} of {len(requests)} requests"),
-            must_stop=must_stop,
-        )
+    fits = report.stats.get("store_bytes") or chunk_tokens <= longest
+    return _Offloaded(report, spec.identity, None if fits else ChunksTooLong(chunk_tokens, longest))
 
 
 def _without_offload(
-    options: RunOptions, engine: EngineConfig, requests: list[TraceRequest], must_stop: Callable[[], bool]
+    options: RunOptions,
+    judge: _Judge,
+    requests: list[RunRequest],
+    must_stop: Callable[[], bool],
+    keep: Callable[[Result], None],
 ) -> RunReport:
     """The run without offload, from ``--reference`` where that file is of the same requests and engine."""
-    fingerprint = _fingerprint(engine, requests)
-    if options.reference is not None and (kept := _kept_reference(options.reference, fingerprint)) is not None:
-        return kept
-    report = _replay("without offload", LLM(engine), requests, options, must_stop)
+    fingerprint = ""
+    if options.reference is not None:
+        fingerprint = _fingerprint(judge.llm.spec().identity, judge.engine, requests)
+        if (kept := _kept_reference(options.reference, fingerprint)) is not None:
+            return kept
+    nobody: Callable[[Result], None] = lambda result: None  # noqa: E731
+    report = _replay("without offload", judge.llm, requests, options, must_stop, nobody if options.offload else keep)
     if options.reference is not None and not report.interrupted:
         try:
             options.reference.write_text(json.dumps({"fingerprint": fingerprint, "report": asdict(report)}))
@@ -184,9 +292,45 @@ def _without_offload(
     return report
 
 
-def _fingerprint(engine: EngineConfig, requests: list[TraceRequest]) -> str:
+def _replay(
+    name: str,
+    llm: LLM,
+    requests: list[RunRequest],
+    options: RunOptions,
+    must_stop: Callable[[], bool],
+    keep: Callable[[Result], None],
+) -> RunReport:
+    # Progress goes where the table does not, and only where somebody looks.
+    with Console(stderr=True).status(f"{name}: starting") as status:
+        return replay(
+            llm,
+            requests,
+            concurrency=options.concurrency,
+            tell=lambda ended: status.update(f"{name}: {ended} of {len(requests)} requests"),
+            must_stop=must_stop,
+            keep=keep,
+        )
+
+
+class _Judge:
+    """The engine without offload, made where it is needed: it runs what is compared with, and settles differences."""
+
+    def __init__(self, model: Path | None, engine: EngineConfig) -> None:
+        self.model = model
+        self.engine = engine
+
+    @cached_property
+    def llm(self) -> LLM:
+        return LLM(self.model, self.engine)
+
+    def logits_after(self, tokens: list[int]) -> list[float]:
+        logits: list[float] = self.llm.logits_after(tokens).tolist()
+        return logits
+
+
+def _fingerprint(identity: Mapping[str, Any], engine: EngineConfig, requests: list[RunRequest]) -> str:
     """A digest of all that determines a run without offload."""
-    work = [asdict(engine), [(r.request_id, r.prompt, r.max_tokens) for r in requests], torch.__version__]
+    work = [identity, asdict(engine), [(r.request_id, r.prompt, r.max_tokens) for r in requests], torch.__version__]
     return hashlib.sha256(json.dumps(work).encode()).hexdigest()
 
 
@@ -201,18 +345,3 @@ def _kept_reference(path: Path, fingerprint: str) -> RunReport | None:
         return RunReport(**fields | {"tokens": tokens, "first_token_s": tuple(fields["first_token_s"])})
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-
-
-def _compare(
-    engine: EngineConfig, requests: list[TraceRequest], without: RunReport, offloaded: RunReport
-) -> Comparison:
-    judge: list[LLM] = []  # made only where a difference has to be judged
-
-    def logits_after(tokens: list[int]) -> list[float]:
-        if not judge:
-            judge.append(LLM(engine))
-        logits: list[float] = judge[0].logits_after(tokens).tolist()
-        return logits
-
-    prompts = {r.request_id: r.prompt for r in requests}
-    return compare(prompts, without.tokens, offloaded.tokens, logits_after)

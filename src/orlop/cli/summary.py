@@ -1,7 +1,7 @@
-"""What a run came to, as a mapping that fits into JSON, and as a table.
+"""What runs came to, as a mapping that fits into JSON, and as a table.
 
 In: ``RunReport``s and a ``Comparison``. Out: a mapping; lines on standard output. Never: a figure that the reports
-do not hold.
+do not hold, or that does not follow from them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ LABELS = {
     "first_token_p50_s": "time to first token, p50",
     "first_token_p95_s": "time to first token, p95",
     "total_s": "total time",
+    "first_token_p50_ratio": "ratio of first token, p50",
+    "total_ratio": "ratio of total time",
 }
 TIER = "loaded_tokens_from_"
+RATIOS = {"first_token_p50_ratio": "first_token_p50_s", "total_ratio": "total_s"}
 SHOWN_DIFFERENCES = 5
 
 
@@ -45,60 +48,21 @@ def summarise(
     verdict: Comparison | None,
     no_chunk_filled: ChunksTooLong | None = None,
 ) -> dict[str, Any]:
-    """The mapping that ``orlop run --json`` prints. Keys say their unit; None stands for what there is none of.
-
-    ``offloaded`` None: the run was stopped before it.
-    """
+    """The mapping that ``orlop run --json`` prints. Keys say their unit; None stands for what there is none of."""
+    runs = with_ratios({name: figures_of(r) for name, r in (("w", without), ("o", offloaded)) if r is not None})
     return {
         "engine": dict(engine),
-        "interrupted": offloaded is None or offloaded.interrupted,
-        "without_offload": _figures(without) if without is not None else None,
-        "with_offload": _figures(offloaded) if offloaded is not None else None,
+        "interrupted": any(report.interrupted for report in (without, offloaded) if report is not None),
+        "without_offload": runs.get("w"),
+        "with_offload": runs.get("o"),
         "tokens": asdict(verdict) if verdict is not None else None,
         "no_chunk_filled": asdict(no_chunk_filled) if no_chunk_filled is not None else None,
         "stats": dict(offloaded.stats) if offloaded is not None else {},
     }
 
 
-def print_summary(summary: Mapping[str, Any]) -> None:
-    """The table that ``orlop run`` prints."""
-    console = Console()
-    engine = summary["engine"]
-    table = Table(title=f"{engine['num_blocks']} device blocks of {engine['block_tokens']} tokens")
-    table.add_column("")
-    runs = {"without offload": summary["without_offload"], "with offload": summary["with_offload"]}
-    columns: dict[str, Figures] = {name: figures for name, figures in runs.items() if figures is not None}
-    for name in columns:
-        table.add_column(name, justify="right")
-    for figure in list(columns.values())[-1] if columns else ():  # the run with offload has the most figures
-        table.add_row(_label(figure), *(_shown(figure, column.get(figure)) for column in columns.values()))
-    if columns:
-        console.print(table)
-    if (hint := summary["no_chunk_filled"]) is not None:
-        console.print(
-            f"no chunk was filled: a chunk is {hint['chunk_tokens']} tokens, the longest prompt has "
-            f"{hint['longest_prompt_tokens']}; set blocks_per_chunk",
-            soft_wrap=True,
-        )
-    if summary["with_offload"] is None:
-        console.print("stopped before the run with offload")
-    elif summary["interrupted"]:
-        console.print("stopped: the figures are of what was done until then")
-    if summary["tokens"] is not None:
-        _print_verdict(console, summary["tokens"])
-
-
-def _print_verdict(console: Console, tokens: Mapping[str, Any]) -> None:
-    different = tokens["different"]
-    console.print(f"tokens: {tokens['equal']} equal, {tokens['ties']} ties, {len(different)} different")
-    for d in different[:SHOWN_DIFFERENCES]:
-        found = f"generated token {d['position']} is {d['found']}, expected {d['expected']}"
-        console.print(f"  {d['request_id']}: {found} (their logits differ by {d['gap']:.2g})")
-    if len(different) > SHOWN_DIFFERENCES:
-        console.print(f"  and {len(different) - SHOWN_DIFFERENCES} more")
-
-
-def _figures(report: RunReport) -> dict[str, int | float | None]:
+def figures_of(report: RunReport) -> dict[str, int | float | None]:
+    """The figures of one run, in the order in which a table shows them."""
     return {
         "requests": len(report.tokens),
         "prompt_tokens": report.prompt_tokens,
@@ -113,6 +77,65 @@ def _figures(report: RunReport) -> dict[str, int | float | None]:
     }
 
 
+def with_ratios(runs: Mapping[str, Figures]) -> dict[str, Figures]:
+    """The runs, each after the first with its times as parts of those of the first."""
+    base = next(iter(runs.values()), {})
+    ratios = {
+        name: {ratio: _ratio(figures[of], base[of]) for ratio, of in RATIOS.items()}
+        for name, figures in runs.items()
+        if figures is not base
+    }
+    return {name: {**figures, **ratios.get(name, {})} for name, figures in runs.items()}
+
+
+def _ratio(value: int | float | None, base: int | float | None) -> float | None:
+    return value / base if value is not None and base else None
+
+
+def print_summary(summary: Mapping[str, Any]) -> None:
+    """The table that ``orlop run`` prints."""
+    console = Console()
+    engine = summary["engine"]
+    runs = {"without offload": summary["without_offload"], "with offload": summary["with_offload"]}
+    columns: dict[str, Figures] = {name: figures for name, figures in runs.items() if figures is not None}
+    if columns:
+        console.print(
+            table_of(columns, title=f"{engine['num_blocks']} device blocks of {engine['block_tokens']} tokens")
+        )
+    if (hint := summary["no_chunk_filled"]) is not None:
+        console.print(
+            f"no chunk was filled: a chunk is {hint['chunk_tokens']} tokens, the longest prompt has "
+            f"{hint['longest_prompt_tokens']}; set blocks_per_chunk",
+            soft_wrap=True,
+        )
+    if summary["interrupted"]:
+        console.print("stopped: the figures are of what was done until then")
+    if summary["tokens"] is not None:
+        print_verdict(console, summary["tokens"])
+
+
+def table_of(columns: Mapping[str, Figures], title: str | None = None) -> Table:
+    """One column per run, one row per figure; the run with the most figures names the rows."""
+    table = Table(title=title)
+    table.add_column("")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for figure in max(columns.values(), key=len):
+        table.add_row(_label(figure), *(_shown(figure, column.get(figure)) for column in columns.values()))
+    return table
+
+
+def print_verdict(console: Console, tokens: Mapping[str, Any], of: str = "tokens") -> None:
+    """Whether two runs agree, and where not."""
+    different = tokens["different"]
+    console.print(f"{of}: {tokens['equal']} equal, {tokens['ties']} ties, {len(different)} different")
+    for d in different[:SHOWN_DIFFERENCES]:
+        found = f"generated token {d['position']} is {d['found']}, expected {d['expected']}"
+        console.print(f"  {d['request_id']}: {found} (their logits differ by {d['gap']:.2g})")
+    if len(different) > SHOWN_DIFFERENCES:
+        console.print(f"  and {len(different) - SHOWN_DIFFERENCES} more")
+
+
 def _label(figure: str) -> str:
     if figure.startswith(TIER):
         return f"  from {figure.removeprefix(TIER)}"
@@ -122,6 +145,8 @@ def _label(figure: str) -> str:
 def _shown(figure: str, value: int | float | None) -> str:
     if value is None:
         return "-"
+    if figure in RATIOS:
+        return f"{value:.2f}"
     if not figure.endswith("_s"):
         return f"{value:,}"
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"

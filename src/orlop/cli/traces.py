@@ -19,24 +19,19 @@ that many agents use sees their calls mixed: sessions are overlaid, one call of 
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import itertools
-import json
-import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from orlop.cli.jsonl import is_count, read_json_lines, short
+from orlop.cli.replay import RunRequest
 from orlop.errors import TraceError
-
-SHOWN_CHARACTERS = 60
-"""Of a value that is wrong, in a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +66,6 @@ class TraceLine:
     session: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """One request to run: the prompt's token ids and how many tokens to generate."""
-
-    request_id: str
-    prompt: list[int]
-    max_tokens: int
-
-
 def read_requests(
     path: Path,
     *,
@@ -88,17 +74,18 @@ def read_requests(
     max_output: int,
     vocab_size: int,
     overlay: int = 1,
-) -> list[TraceRequest]:
+) -> list[RunRequest]:
     """The first ``limit`` requests of a trace (None: all), in file order but for ``overlay`` sessions in turn.
 
     ``tokens_per_block``: tokens that each id becomes (None: as the format says). ``max_output``: the most tokens
     to generate per request. Raises ``TraceError`` for a broken line and for a file without any request.
     """
     requests = [
-        TraceRequest(
+        RunRequest(
             request_id=f"line-{line.number}",
             prompt=prompt_of(line, tokens_per_block or line.format.scaled_tokens, vocab_size),
             max_tokens=max(1, min(line.output_length, max_output)),
+            where=f"{path}, line {line.number}",
         )
         for line in overlaid(list(itertools.islice(read_lines(path), limit)), overlay)
     ]
@@ -131,18 +118,8 @@ def overlaid(lines: Sequence[TraceLine], sessions: int) -> list[TraceLine]:
 
 def read_lines(path: Path) -> Iterator[TraceLine]:
     """The lines of a trace as they come; blank ones are passed over."""
-    number = 0
-    try:
-        with _opened(path) as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _parsed(line, f"{path}, line {number}", number)
-    except (OSError, EOFError, zlib.error) as error:
-        where = f"{path}, after line {number}" if number else str(path)
-        reason = getattr(error, "strerror", None) or str(error)
-        raise TraceError(
-            f"--trace {where}: cannot be read: {reason}; give a file of JSON lines, plain or gzip, that is whole"
-        ) from error
+    for number, record in read_json_lines(path, "--trace"):
+        yield _parsed(record, f"{path}, line {number}", number)
 
 
 def prompt_of(line: TraceLine, tokens_per_block: int, vocab_size: int) -> list[int]:
@@ -159,34 +136,17 @@ def prompt_of(line: TraceLine, tokens_per_block: int, vocab_size: int) -> list[i
     return tokens
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Iterable[bytes]]:
-    """The lines of the file, unpacked where its first bytes say gzip, whatever its name."""
-    with path.open("rb") as file:
-        is_gzip = file.read(2) == b"\x1f\x8b"
-        file.seek(0)
-        if not is_gzip:
-            yield file
-            return
-        with gzip.open(file) as unpacked:
-            yield unpacked
-
-
-def _parsed(line: bytes, where: str, number: int) -> TraceLine:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise TraceError(f"{where}: found no JSON ({error}), expected one JSON object") from error
+def _parsed(record: Any, where: str, number: int) -> TraceLine:
     if not isinstance(record, dict):
         raise TraceError(f"{where}: found {type(record).__name__}, expected one JSON object")
     input_length = _count(record, "input_length", where)
     hash_ids = record.get("hash_ids")
     if not isinstance(hash_ids, list):
-        found = "nothing" if "hash_ids" not in record else _short(hash_ids)
+        found = "nothing" if "hash_ids" not in record else short(hash_ids)
         raise TraceError(f"{where}: found {found} for 'hash_ids', expected a list of whole numbers from 0 up")
     for block_id in hash_ids:
-        if not _is_count(block_id):
-            raise TraceError(f"{where}: found {_short(block_id)} in 'hash_ids', expected whole numbers from 0 up")
+        if not is_count(block_id):
+            raise TraceError(f"{where}: found {short(block_id)} in 'hash_ids', expected whole numbers from 0 up")
     if "session_id" in record and "session" not in record:
         raise TraceError(
             f"{where}: found 'session_id', expected 'session', a whole number from 0 up, or neither; rename it"
@@ -213,19 +173,10 @@ def _format(record: dict[str, Any], input_length: int, num_ids: int, where: str)
 
 def _count(record: dict[str, Any], name: str, where: str) -> int:
     value = record.get(name)
-    if not _is_count(value):
-        found = "nothing" if name not in record else _short(value)
+    if not is_count(value):
+        found = "nothing" if name not in record else short(value)
         raise TraceError(f"{where}: found {found} for '{name}', expected a whole number from 0 up")
     return int(value)  # type: ignore[arg-type]
-
-
-def _short(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= SHOWN_CHARACTERS else shown[:SHOWN_CHARACTERS] + "..."
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _tokens(name: str, count: int, vocab_size: int) -> list[int]:

@@ -17,13 +17,13 @@ The rules, in the order in which they are applied:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from orlop.core import Blocks, OffloadingConnectorMetadata, Request, WorkerOutput
-from orlop.engine.blocks import BlockPool
 from orlop.engine.sequence import Sequence, Status
+from orlop.engine.tables import BlockTables
 from orlop.errors import InvariantError
 
 
@@ -53,13 +53,13 @@ class SchedulerHalf(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class BlockTable:
-    """The blocks of one sequence after an allocation, one list per KV group (here: one group)."""
+class Allocated:
+    """The blocks of one sequence after an allocation, one list per KV group."""
 
-    block_ids: list[int]
+    block_ids: tuple[list[int], ...]
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        return (self.block_ids,)
+        return self.block_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +88,15 @@ class CachedRequests:
 class Work:
     """Tokens of one sequence to compute: positions ``start .. start + len(token_ids) - 1``.
 
-    ``block_ids`` is its block table at this step. A token id of -1 is the one that the sequence sampled in the
-    step before, which has not been reported yet. ``samples``: the last token's logits give a new token.
+    ``block_ids`` are its block tables at this step, one per KV group. A token id of -1 is the one that the sequence
+    sampled in the step before, which has not been reported yet. ``samples``: the last token's logits give a new token.
     ``num_preemptions`` tells this stay in the batch from later ones.
     """
 
     sequence: Sequence
     start: int
     token_ids: list[int]
-    block_ids: list[int]
+    block_ids: tuple[list[int], ...]
     samples: bool
     num_preemptions: int
 
@@ -131,19 +131,17 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: BlockPool,
+        tables: BlockTables,
         *,
-        block_tokens: int,
         max_step_tokens: int,
         max_running: int,
-        prefix_caching: bool = True,
         connector: SchedulerHalf | None = None,
     ) -> None:
-        self.pool = pool
-        self.block_tokens = block_tokens
+        self.tables = tables
+        self.pool = tables.pool
+        self.block_tokens = tables.block_tokens
         self.max_step_tokens = max_step_tokens
         self.max_running = max_running
-        self.prefix_caching = prefix_caching
         self.connector = connector
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -228,20 +226,19 @@ class Scheduler:
         """Start a sequence that holds no blocks, or its load; False where there is no room for it."""
         # At least the last token is computed, since its logits are wanted.
         max_hit_blocks = (seq.num_tokens + seq.num_placeholders - 1) // self.block_tokens
-        prefix = self.pool.find_prefix(seq.block_hashes[:max_hit_blocks]) if self.prefix_caching else []
-        num_local = len(prefix) * self.block_tokens
+        hit = self.tables.find_hit(seq, max_hit_blocks)
+        num_local = hit * self.block_tokens
         num_external = self._ask_connector(seq, num_local, max_hit_blocks * self.block_tokens)
         if num_external is None:
             return True  # ask again in a later step, and go on with others
         count = min(seq.num_tokens + seq.num_placeholders - num_local, self.max_step_tokens - step.total_tokens)
-        num_held = num_local + (num_external or count)
-        num_new = self._blocks_for(num_held) - len(prefix)
-        if not self._find_room(self.pool.room_needed(prefix, num_new), seq):
+        held = num_local + num_external
+        upto = held if num_external else num_local + count
+        if not self._find_room(lambda: self.tables.room_needed(seq, upto, held, hit), seq):
             return False
-        self.pool.take(prefix)
-        seq.block_ids = prefix + self.pool.allocate(num_new)
+        self.tables.grow(seq, upto, held, hit)
         seq.num_computed_tokens = num_local
-        seq.num_registered_blocks = len(prefix)
+        seq.num_registered_blocks = hit
         seq.device_hit_tokens += num_local
         self._tell_allocated(seq, num_external)
         if num_external:
@@ -258,18 +255,19 @@ class Scheduler:
         num_external, is_async = self.connector.get_num_new_matched_tokens(seq, num_local)
         if num_external is None:
             return None
-        if not is_async:
-            return 0  # a load that has to be waited for is not taken: computing is what it would block
+        if not is_async or seq.load_failed:
+            # A load that has to be waited for is not taken, since computing is what it would block; nor is a second
+            # one after a failure, so that a bad tier cannot hold a request.
+            return 0
         return max(0, min(num_external, max_hit - num_local)) // self.block_tokens * self.block_tokens
 
     def _resume_loaded(self, step: ScheduledStep, seq: Sequence) -> bool:
         """Start a sequence whose load has ended; False where there is no room for its next tokens."""
         count = min(seq.num_uncomputed_tokens, self.max_step_tokens - step.total_tokens)
-        num_new = self._blocks_for(seq.num_computed_tokens + count) - len(seq.block_ids)
-        if num_new > 0:
-            if not self._find_room(num_new, seq):
-                return False
-            seq.block_ids += self.pool.allocate(num_new)
+        computed = seq.num_computed_tokens
+        if not self._find_room(lambda: self.tables.room_needed(seq, computed + count, computed), seq):
+            return False
+        self.tables.grow(seq, computed + count, computed)
         self._tell_allocated(seq, 0)
         self._start(step, seq, count)
         return True
@@ -278,19 +276,25 @@ class Scheduler:
         self.waiting.remove(seq)
         self.running.append(seq)
         seq.status = Status.RUNNING
-        self._schedule_sequence(step, seq, count, list(seq.block_ids), starts=True)
+        self._schedule_sequence(step, seq, count, seq.tables(), starts=True)
 
     def _schedule_sequence(
-        self, step: ScheduledStep, seq: Sequence, count: int, new_blocks: list[int], *, starts: bool = False
+        self,
+        step: ScheduledStep,
+        seq: Sequence,
+        count: int,
+        new_blocks: tuple[list[int], ...],
+        *,
+        starts: bool = False,
     ) -> None:
         """Enter ``count`` tokens of ``seq`` into the step."""
         if not seq.was_scheduled:
             seq.was_scheduled = True
-            step.scheduled_new_reqs.append(NewRequest(seq.request_id, (new_blocks,), seq.num_computed_tokens))
+            step.scheduled_new_reqs.append(NewRequest(seq.request_id, new_blocks, seq.num_computed_tokens))
         else:
             cached = step.scheduled_cached_reqs
             cached.req_ids.append(seq.request_id)
-            cached.new_block_ids.append((new_blocks,) if new_blocks else None)
+            cached.new_block_ids.append(new_blocks if any(new_blocks) else None)
             cached.num_computed_tokens.append(seq.num_computed_tokens)
             if starts:
                 cached.resumed_req_ids.add(seq.request_id)
@@ -301,7 +305,7 @@ class Scheduler:
                 sequence=seq,
                 start=start,
                 token_ids=known + [-1] * (count - len(known)),
-                block_ids=list(seq.block_ids),
+                block_ids=seq.tables(),
                 samples=end == seq.num_tokens + seq.num_placeholders,
                 num_preemptions=seq.num_preemptions,
             )
@@ -315,7 +319,7 @@ class Scheduler:
         seq.num_in_flight_tokens += count
         seq.computed_tokens += count
         seq.num_placeholders += work.samples
-        self._register_full_blocks(seq)
+        self.tables.register(seq)
 
     # --- one step: learn ----------------------------------------------------------------------------------
 
@@ -333,7 +337,7 @@ class Scheduler:
                 continue  # sampled beyond the end, before the end was known
             # Also after a preemption: the token was sampled from the right KV and stays.
             seq.append(report.sampled[seq.request_id])
-            self._register_full_blocks(seq)
+            self.tables.register(seq)
             if seq.has_ended:
                 self._finish(seq)
                 ended.append(seq)
@@ -347,18 +351,22 @@ class Scheduler:
         loading = {s.request_id: s for s in self.waiting if s.status is Status.WAITING_FOR_LOAD}
         for request_id in output.finished_recving:
             if (ended := self.ended_while_loading.pop(request_id, None)) is not None:
-                self.pool.free(ended.drop_blocks())
+                self.tables.drop(ended)
             elif (seq := loading.get(request_id)) is not None:
                 self._end_load(seq, ok=request_id not in output.failed_recving)
 
     def _end_load(self, seq: Sequence, *, ok: bool) -> None:
-        """A failed load leaves blocks to be computed; it is not tried again, so a bad tier cannot hold a request."""
+        """A failed load leaves blocks to be computed, or none: window groups have none where they would begin."""
         if ok:
             seq.num_computed_tokens += seq.num_loading_tokens
             seq.loaded_tokens += seq.num_loading_tokens
-            self._register_full_blocks(seq)
+            self.tables.register(seq)
         seq.num_loading_tokens = 0
+        seq.load_failed = not ok
         seq.status = Status.LOADED
+        if not ok and self.tables.has_windows:
+            self.tables.drop(seq)
+            seq.status = Status.WAITING
 
     def _finish(self, seq: Sequence) -> None:
         was_loading = seq.status is Status.WAITING_FOR_LOAD
@@ -370,28 +378,24 @@ class Scheduler:
         if was_loading:
             self.ended_while_loading[seq.request_id] = seq  # its blocks are being written
         else:
-            self.pool.free(seq.drop_blocks())
+            self.tables.drop(seq)
 
     # --- room ---------------------------------------------------------------------------------------------
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_tokens)
-
-    def _grow_or_make_room(self, seq: Sequence, count: int) -> list[int] | None:
+    def _grow_or_make_room(self, seq: Sequence, count: int) -> tuple[list[int], ...] | None:
         """New blocks for ``count`` more tokens of a running sequence; None where it had to give way itself."""
-        num_new = max(0, self._blocks_for(seq.num_computed_tokens + count) - len(seq.block_ids))
-        while self.pool.num_free < num_new:
+        computed = seq.num_computed_tokens
+        self.tables.recycle(seq)
+        while self.pool.num_free < self.tables.room_needed(seq, computed + count, computed):
             victim = self._last_loaded() or self.running[-1]
             self._preempt(victim)
             if victim is seq:
                 return None
-        new_blocks = self.pool.allocate(num_new)
-        seq.block_ids += new_blocks
-        return new_blocks
+        return self.tables.grow(seq, computed + count, computed)
 
-    def _find_room(self, num_blocks: int, seq: Sequence) -> bool:
-        """Whether ``num_blocks`` are free for a waiting sequence; where nothing runs, loaded ones give way."""
-        while self.pool.num_free < num_blocks:
+    def _find_room(self, needed: Callable[[], int], seq: Sequence) -> bool:
+        """Whether ``needed`` blocks are free for a waiting sequence; where nothing runs, loaded ones give way."""
+        while self.pool.num_free < needed():
             victim = self._last_loaded()
             if self.running or victim is None or victim is seq:
                 return False
@@ -403,7 +407,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Take a sequence's blocks; it computes from the start again, before those that came later."""
-        self.pool.free(seq.drop_blocks())
+        self.tables.drop(seq)
         self.num_preemptions += 1
         seq.num_preemptions += 1
         self._preempted_ids.add(seq.request_id)
@@ -416,16 +420,7 @@ class Scheduler:
 
     def _tell_allocated(self, seq: Sequence, num_external: int) -> None:
         if self.connector is not None:
-            self.connector.update_state_after_alloc(seq, BlockTable(list(seq.block_ids)), num_external)
-
-    def _register_full_blocks(self, seq: Sequence) -> None:
-        """Make blocks findable whose tokens are all known and all computed (or handed over)."""
-        if not self.prefix_caching:
-            return
-        full = min(seq.num_computed_tokens // self.block_tokens, len(seq.block_hashes))
-        for index in range(seq.num_registered_blocks, full):
-            self.pool.register(seq.block_ids[index], seq.block_hashes[index])
-        seq.num_registered_blocks = max(seq.num_registered_blocks, full)
+            self.connector.update_state_after_alloc(seq, Allocated(seq.tables()), num_external)
 
     def check(self, unreported: Iterable[ScheduledStep] = ()) -> None:
         """Recount blocks and tokens in flight; ``InvariantError`` where the books differ. For tests.
@@ -433,7 +428,7 @@ class Scheduler:
         ``unreported``: steps that were scheduled and whose ``update`` is still to come.
         """
         holders = [*self.running, *self.waiting, *self.ended_while_loading.values()]
-        self.pool.check(seq.block_ids for seq in holders)
+        self.pool.check(table for seq in holders for table in seq.block_ids)
         in_flight: Counter[tuple[str, int]] = Counter()
         for work in (work for step in unreported for work in step.work):
             in_flight[work.sequence.request_id, work.num_preemptions] += len(work.token_ids)

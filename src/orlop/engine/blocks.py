@@ -1,16 +1,17 @@
 """The device's blocks: who uses them, and which of them can be found again by what they hold.
 
-In: hashes of full blocks, requests for room. Out: block ids. Never: a tensor; it hands out numbers, and what
+In: keys of full blocks, requests for room. Out: block ids. Never: a tensor; it hands out numbers, and what
 is in the blocks is the runner's business.
 
-A block is in one of three states: used (its count is above 0), free and cached (it can be found by its hash
-until somebody needs the room), free and empty. Block 0 is the null block: a placeholder that is never handed out.
+A block is in one of three states: used (its count is above 0), free and cached (it can be found by its key
+until somebody needs the room), free and empty. Block 0 is the null block: a placeholder that is never handed out, and
+that nobody uses, however often it stands in a table.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 from orlop.errors import InvariantError
 
@@ -25,8 +26,8 @@ class BlockPool:
             raise ValueError(f"found {num_blocks} device blocks, expected 2 or more (block 0 holds nothing)")
         self.num_blocks = num_blocks
         self._uses = [0] * num_blocks
-        self._hash: list[bytes | None] = [None] * num_blocks
-        self._by_hash: dict[bytes, int] = {}
+        self._key: list[Hashable] = [None] * num_blocks
+        self._by_key: dict[Hashable, int] = {}
         # Oldest first; the order is that of eviction.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
 
@@ -39,23 +40,19 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._free)
 
-    def find_prefix(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest cached prefix of ``hashes``. Takes nothing."""
-        found: list[int] = []
-        for block_hash in hashes:
-            block = self._by_hash.get(block_hash)
-            if block is None:
-                break
-            found.append(block)
-        return found
+    def cached(self, key: Hashable) -> int | None:
+        """The block that holds what ``key`` names, if there is one. Takes nothing."""
+        return self._by_key.get(key)
 
-    def room_needed(self, prefix: Sequence[int], num_new: int) -> int:
-        """Free blocks that taking ``prefix`` and allocating ``num_new`` would use up."""
-        return num_new + sum(1 for block in prefix if self._uses[block] == 0)
+    def unused(self, blocks: Iterable[int]) -> int:
+        """How many of ``blocks`` (all different) nobody uses: so many free ones ``take`` would use up."""
+        return sum(1 for block in blocks if self._uses[block] == 0)
 
     def take(self, blocks: Iterable[int]) -> None:
         """Use blocks that are there already (a prefix hit)."""
         for block in blocks:
+            if block == NULL_BLOCK:
+                continue
             if self._uses[block] == 0:
                 del self._free[block]
             self._uses[block] += 1
@@ -73,39 +70,41 @@ class BlockPool:
     def free(self, blocks: Sequence[int]) -> None:
         """One user less for each. The end of a prompt leaves before its start, which more prompts share."""
         for block in reversed(blocks):
+            if block == NULL_BLOCK:
+                continue
             self._uses[block] -= 1
             if self._uses[block] == 0:
                 self._free[block] = None
 
-    def register(self, block: int, block_hash: bytes) -> None:
-        """``block`` holds what ``block_hash`` names. Where another block does already, that one stays the answer."""
-        if block_hash not in self._by_hash and self._hash[block] is None:
-            self._by_hash[block_hash] = block
-            self._hash[block] = block_hash
+    def register(self, block: int, key: Hashable) -> None:
+        """``block`` holds what ``key`` names. Where another block does already, that one stays the answer."""
+        if key not in self._by_key and self._key[block] is None:
+            self._by_key[key] = block
+            self._key[block] = key
 
     def forget_all(self) -> None:
-        """Nothing is found by its hash any more; who uses blocks keeps them."""
-        self._by_hash.clear()
-        self._hash = [None] * self.num_blocks
+        """Nothing is found by its key any more; who uses blocks keeps them."""
+        self._by_key.clear()
+        self._key = [None] * self.num_blocks
 
     def check(self, users: Iterable[Sequence[int]]) -> None:
         """Recount from the block tables of all ``users``; ``InvariantError`` where the books differ."""
         counted = [0] * self.num_blocks
         for blocks in users:
             for block in blocks:
-                counted[block] += 1
+                counted[block] += block != NULL_BLOCK
         if counted != self._uses:
             wrong = [b for b in range(self.num_blocks) if counted[b] != self._uses[b]]
             raise InvariantError(f"blocks {wrong}: use counts differ from the block tables of all sequences")
         free = {block for block in range(1, self.num_blocks) if counted[block] == 0}
         if free != set(self._free):
             raise InvariantError(f"blocks {sorted(free ^ set(self._free))}: free list differs from unused blocks")
-        names = {block: name for block, name in enumerate(self._hash) if name is not None}
-        if {name: block for block, name in names.items()} != self._by_hash:
-            raise InvariantError("the prefix cache differs from the hashes of its blocks")
+        keys = {key: block for block, key in enumerate(self._key) if key is not None}
+        if keys != self._by_key:
+            raise InvariantError("the prefix cache differs from the keys of its blocks")
 
     def _forget(self, block: int) -> None:
-        block_hash = self._hash[block]
-        if block_hash is not None:
-            del self._by_hash[block_hash]
-            self._hash[block] = None
+        key = self._key[block]
+        if key is not None:
+            del self._by_key[key]
+            self._key[block] = None

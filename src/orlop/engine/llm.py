@@ -1,11 +1,11 @@
-"""The embedded engine's door: prompts in, tokens out.
+"""The embedded engine's door: prompts in, tokens and text out.
 
-In: an ``EngineConfig``, prompts as token ids, settings of a connector (or None). Out: ``Result``s. Never: text,
-sampling other than greedy, a server.
+In: a model directory, or a seeded model; an ``EngineConfig``; prompts as text or token ids; settings of a connector
+(or None). Out: ``Result``s, whole or token by token. Never: a server, a thread of its own.
 
-    llm = LLM(EngineConfig(num_blocks=64), offload={"host": "64MiB"})
-    results = llm.generate([[1, 2, 3]], max_tokens=8)
-    llm.shutdown()
+    with LLM("path/to/model", EngineConfig(num_blocks=512), offload={"host": "1GiB"}) as llm:
+        for result in llm.generate(["The orlop is"], SamplingParams(max_tokens=32)):
+            print(result.text)
 
 One step: the scheduler decides, the runner executes, the scheduler learns what came of it. With asynchronous
 scheduling the next step is decided and executed before it learns, so the scheduler always works one report
@@ -18,12 +18,13 @@ import itertools
 import math
 import operator
 import os
+import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
@@ -31,14 +32,22 @@ from orlop.config import OrlopConfig
 from orlop.core import EngineSpec, KVGroup
 from orlop.engine.batching import ScheduledStep, Scheduler, SchedulerHalf, StepReport
 from orlop.engine.blocks import NULL_BLOCK, BlockPool
+from orlop.engine.checkpoint import Checkpoint
 from orlop.engine.model import Model, ModelConfig
 from orlop.engine.runner import Runner, WorkerHalf
+from orlop.engine.sampling import MAX_SEED, SamplingParams, is_whole
 from orlop.engine.sequence import HASH_NAME, Sequence
+from orlop.engine.tables import BlockTables
+from orlop.engine.text import Text
 from orlop.errors import ConfigError, OrlopError
 from orlop.host.limits import memory_limit_bytes
+from orlop.tiering.namespace import weights_identity
 
 Connect = Callable[[EngineSpec, dict[str, Tensor]], tuple[WorkerHalf, SchedulerHalf]]
 """From what the engine says of itself and its KV tensors to the two halves of a connector."""
+
+Prompt = str | Seq[int]
+"""Text, or token ids: any sequence of whole numbers, an integer array too."""
 
 
 class StepObserver(Protocol):
@@ -61,6 +70,7 @@ SHOWN_CHARACTERS = 60
 class EngineConfig:
     """``num_blocks`` device blocks of ``block_tokens`` tokens each (one of them is the null block).
 
+    ``model``: the seeded model that runs where no directory is given; of a directory it becomes what is there.
     ``max_step_tokens``: the most tokens one step computes; longer prompts are computed in parts.
     ``max_running``: the most sequences in one step. ``idle_wait_s``: how long a step that had nothing to compute
     waits before the next one. ``drain_deadline_s``: how long ``shutdown`` steps on for transfers.
@@ -85,7 +95,7 @@ class EngineConfig:
             ("max_running", 1),
         ):
             found = getattr(self, name)
-            if not _is_whole(found) or found < least:
+            if not is_whole(found, least):
                 raise ConfigError(f"{name}: found {found!r}, allowed: a whole number from {least} up")
         for name in ("idle_wait_s", "drain_deadline_s"):
             found = getattr(self, name)
@@ -97,12 +107,15 @@ class EngineConfig:
 class Result:
     """One request when it ended. Times in seconds from its arrival; ``first_token_s`` None: it got none.
 
-    Prompt and generated tokens were computed, found on the device or loaded; what was computed again after a
-    preemption counts each time.
+    ``text`` is that of ``tokens``, None where the model has no tokenizer. ``finish_reason``: ``length`` (all
+    ``max_tokens``), ``stop`` (a stop or end token, which is the last of ``tokens``) or ``abort``. Prompt and generated
+    tokens were computed, found on the device or loaded; what was computed again after a preemption counts each time.
     """
 
     request_id: str
     tokens: tuple[int, ...]
+    text: str | None
+    finish_reason: str
     num_prompt_tokens: int
     computed_tokens: int
     device_hit_tokens: int
@@ -110,7 +123,23 @@ class Result:
     first_token_s: float | None
     total_s: float
     preemptions: int
-    aborted: bool
+
+    @property
+    def aborted(self) -> bool:
+        return self.finish_reason == "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one step added to one request: ``tokens`` and their ``text``; with the last piece comes its ``result``.
+
+    ``text`` is empty where there is no tokenizer, and where a character is still incomplete.
+    """
+
+    request_id: str
+    tokens: tuple[int, ...]
+    text: str
+    result: Result | None = None
 
 
 class LLM:
@@ -118,55 +147,84 @@ class LLM:
 
     def __init__(
         self,
+        model: str | os.PathLike[str] | EngineConfig | None = None,
         config: EngineConfig | None = None,
         offload: OrlopConfig | Mapping[str, Any] | None = None,
         *,
         connect: Connect | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``offload``: settings of an ``OffloadingConnector``; ``connect``: another way to make the two halves."""
-        self.config = config or EngineConfig()
+        """``model``: a directory in the Hugging Face format; None, or an ``EngineConfig``: its seeded model.
+
+        ``offload``: settings of an ``OffloadingConnector``; ``connect``: another way to make the two halves.
+        ``ConfigError`` for a model that cannot be run and for settings that can never work.
+        """
+        if isinstance(model, EngineConfig):
+            if config is not None:
+                raise ConfigError("found two EngineConfigs, expected one; give it first, or after a model directory")
+            model, config = None, model
+        config = config or EngineConfig()
+        checkpoint = Checkpoint.open(model) if model is not None else None
+        self.config = config if checkpoint is None else replace(config, model=checkpoint.config)
         self._clock = clock
         _refuse_too_large(self.config)
-        self.runner = Runner(Model(self.config.model), self.config.num_blocks, self.config.block_tokens)
+        self._end_tokens = frozenset() if checkpoint is None else checkpoint.end_tokens
+        self.text = Text(None if checkpoint is None else checkpoint.tokenizer())
+        net = Model(self.config.model) if checkpoint is None else checkpoint.load()
+        self._weights_identity = None if checkpoint is None else weights_identity(checkpoint.directory)
+        self.runner = Runner(net, self.config.num_blocks, self.config.block_tokens)
+        self.scheduler = self._new_scheduler()
         if connect is None and offload is not None:
             connect = _offloading(offload)
         self.connector: SchedulerHalf | None = None
         if connect is not None:
             self.runner.connector, self.connector = connect(self.spec(), self.runner.kv_caches)
-        self.scheduler = Scheduler(
-            BlockPool(self.config.num_blocks),
-            block_tokens=self.config.block_tokens,
-            max_step_tokens=self.config.max_step_tokens,
-            max_running=self.config.max_running,
-            prefix_caching=self.config.prefix_caching,
-            connector=self.connector,
-        )
+            self.scheduler.connector = self.connector
         self._unreported: deque[tuple[ScheduledStep, StepReport]] = deque()
         self._max_unreported = 1 if self.config.async_scheduling else 0
         self._live: set[str] = set()
+        self._unclaimed: list[Result] = []
+        """Of requests that ended while somebody else's were stepped for."""
         self._ids = itertools.count()
         self._is_shut_down = False
         self.observer: StepObserver | None = None
-        """Told the time after every step, and when ``run`` has nothing left to do."""
+        """Told the time after every step, and that it is the last one for now."""
+
+    def _new_scheduler(self) -> Scheduler:
+        c = self.config
+        tables = BlockTables(
+            BlockPool(c.num_blocks), tuple(c.model.layer_groups), c.block_tokens, prefix_caching=c.prefix_caching
+        )
+        return Scheduler(tables, max_step_tokens=c.max_step_tokens, max_running=c.max_running)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
 
     def spec(self) -> EngineSpec:
         """What this engine says of itself to a connector."""
         c = self.config
-        caches = self.runner.kv_caches
+        names = c.model.layer_names()
+        tensors = {t.data_ptr(): t.numel() * t.element_size() for t in self.runner.kv_caches.values()}
         return EngineSpec(
             instance=f"engine-{os.getpid()}-{next(_instances)}",
-            groups=(KVGroup(0, c.block_tokens, layers=tuple(caches)),),
+            groups=tuple(
+                KVGroup(index, c.block_tokens, sliding_window=window, layers=tuple(names[layer] for layer in layers))
+                for index, (window, layers) in enumerate(c.model.layer_groups.items())
+            ),
             tokens_per_hash=c.block_tokens,
             identity={
                 "engine": "orlop.engine",
                 "model": asdict(c.model),
+                "weights": self._weights_identity,
                 "dtype": "float32",
                 "block_tokens": c.block_tokens,
                 "hash": HASH_NAME,
-                "layout": "blocks, kv, heads, tokens, head_dim",
+                "layout": "blocks, tokens, kv, heads, head_dim",
             },
-            device_cache_bytes=sum(t.numel() * t.element_size() for t in caches.values()),
+            device_cache_bytes=sum(tensors.values()),
             null_block_id=NULL_BLOCK,
             prefix_caching=c.prefix_caching,
         )
@@ -174,30 +232,31 @@ class LLM:
     # --- requests -----------------------------------------------------------------------------------------
 
     def add_request(
-        self,
-        prompt: Seq[int],
-        max_tokens: int,
-        *,
-        request_id: str | None = None,
-        stop_token: int | None = None,
+        self, prompt: Prompt, params: SamplingParams | int | None = None, *, request_id: str | None = None
     ) -> str:
-        """Queue a prompt of token ids; its request id. ``ConfigError`` where it could never run.
+        """Queue a prompt; its request id. ``params``: how to sample, or just the most tokens to generate.
 
-        Any sequence of whole numbers is a prompt, an integer array too. ``OrlopError`` after ``shutdown``.
+        ``ConfigError`` where it could never run, ``OrlopError`` after ``shutdown``.
         """
         self._refuse_after_shutdown()
         request_id = request_id if request_id is not None else f"request-{next(self._ids)}"
-        prompt = _token_ids(request_id, prompt)
-        self._refuse_impossible(request_id, prompt, max_tokens)
+        try:
+            tokens = self.text.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+            params = _params(params)
+            self._refuse_impossible(request_id, tokens, params)
+        except ConfigError as error:
+            raise ConfigError(f"request {request_id}: {error}") from error
         self._live.add(request_id)
         self.scheduler.add(
             Sequence(
                 request_id,
-                prompt,
-                max_tokens,
+                tokens,
+                params,
                 block_tokens=self.config.block_tokens,
+                num_groups=len(self.runner.windows),
                 arrival_s=self._clock(),
-                stop_token=stop_token,
+                seed=secrets.randbelow(MAX_SEED) if params.seed is None else params.seed,
+                end_tokens=self._end_tokens,
             )
         )
         return request_id
@@ -207,42 +266,96 @@ class LLM:
         seq = self.scheduler.abort(request_id)
         return self._result(seq) if seq is not None else None
 
-    def generate(self, prompts: Seq[Seq[int]], max_tokens: int) -> list[Result]:
+    def generate(
+        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | int | Seq[SamplingParams | int] | None = None
+    ) -> list[Result]:
         """Run prompts to their end, all queued at once; results in the order of the prompts.
 
-        Raises what ``add_request`` raises, and then none of the prompts is queued.
+        ``params``: those of all, or one per prompt. A single text is one prompt. Raises what ``add_request`` raises,
+        and then none of the prompts is queued. Steps on until transfers are settled.
         """
+        ids = self._add_all(prompts, params)
+        by_id: dict[str, Result] = {}
+        while self._is_busy():
+            for result in self._step():
+                if result.request_id in ids:
+                    by_id[result.request_id] = result
+                else:
+                    self._unclaimed.append(result)
+        return [by_id[request_id] for request_id in ids]
+
+    def stream(
+        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | int | Seq[SamplingParams | int] | None = None
+    ) -> Iterator[Piece]:
+        """Like ``generate``, but every piece as soon as it is known, those of a step in the order of the prompts.
+
+        Who leaves the iterator early aborts what is left. A request that somebody aborts has no last piece.
+        """
+        ids = self._add_all(prompts, params)
+        return self._pieces({seq.request_id: seq for seq in self.scheduler.waiting if seq.request_id in ids})
+
+    def _pieces(self, sequences: dict[str, Sequence]) -> Iterator[Piece]:
+        texts = {request_id: self.text.pieces() for request_id in sequences}
+        told = dict.fromkeys(sequences, 0)
+        try:
+            while sequences:
+                ended = {result.request_id: result for result in self._step()}
+                self._unclaimed += [result for request_id, result in ended.items() if request_id not in sequences]
+                for request_id, seq in list(sequences.items()):
+                    result = ended.get(request_id)
+                    new = tuple(seq.generated[told[request_id] :])
+                    told[request_id] += len(new)
+                    if result is not None or seq.aborted:
+                        del sequences[request_id]
+                    if new or result is not None:
+                        yield Piece(request_id, new, texts[request_id].add(new), result)
+        finally:
+            for request_id in sequences:
+                self.abort(request_id)
+
+    def _add_all(
+        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | int | Seq[SamplingParams | int] | None
+    ) -> list[str]:
+        """Queue all prompts or none."""
         self._refuse_after_shutdown()
-        if not isinstance(prompts, Iterable) or isinstance(prompts, str):
-            raise ConfigError(f"prompts: found {prompts!r}, expected a list of prompts, each a list of token ids")
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        if not isinstance(prompts, Iterable):
+            raise ConfigError(f"prompts: found {prompts!r}, expected a text or a list of texts or lists of token ids")
+        each = list(prompts)
+        if not isinstance(params, Seq):
+            params = [_params(params)] * len(each)
+        if len(params) != len(each):
+            raise ConfigError(f"params: found {len(params)} for {len(each)} prompts, expected one each, or one for all")
         ids: list[str] = []
         try:
-            for prompt in prompts:
-                ids.append(self.add_request(prompt, max_tokens))
+            for prompt, own in zip(each, params, strict=True):
+                ids.append(self.add_request(prompt, own))  # type: ignore[arg-type]
         except OrlopError:
             for request_id in ids:
                 self.abort(request_id)
             raise
-        by_id = {result.request_id: result for result in self.run()}
-        return [by_id[request_id] for request_id in ids]
+        return ids
 
     def run(self) -> list[Result]:
         """Step until there is no request and no transfer left; the results in the order in which they ended."""
         results = []
         while self.has_work():
             results += self.step()
-        if self.observer is not None:
-            self.observer.publish(self._clock())
         return results
 
     def has_work(self) -> bool:
-        """Whether another step has something to do: for a request, or for transfers that are not settled."""
-        return self.scheduler.has_unfinished or self._has_transfers() or bool(self._unreported)
+        """Whether another step has something to do or to hand out: for a request, or for unsettled transfers."""
+        return self._is_busy() or bool(self._unclaimed)
 
     # --- steps --------------------------------------------------------------------------------------------
 
     def step(self) -> list[Result]:
-        """One step; the requests that ended by it."""
+        """One step; the requests that ended by it, and those that ended while others were generated for."""
+        unclaimed, self._unclaimed = self._unclaimed, []
+        return unclaimed + self._step()
+
+    def _step(self) -> list[Result]:
         step = self.scheduler.schedule()
         self._unreported.append((step, self.runner.execute(step)))
         ended: list[Sequence] = []
@@ -252,8 +365,15 @@ class LLM:
         if not step.work and not ended and self.config.idle_wait_s:
             time.sleep(self.config.idle_wait_s)
         if self.observer is not None:
-            self.observer.tick(self._clock())
+            self._observe(self.observer, may_be_last=bool(ended) or not step.work)
         return [self._result(seq) for seq in ended]
+
+    def _observe(self, observer: StepObserver, may_be_last: bool) -> None:
+        """Nothing that happened stays untold because no further step comes."""
+        if may_be_last and not self.has_work():
+            observer.publish(self._clock())
+        else:
+            observer.tick(self._clock())
 
     def _learn(self, step: ScheduledStep, report: StepReport) -> list[Sequence]:
         now = self._clock()
@@ -276,8 +396,8 @@ class LLM:
         for request_id in list(self._live):
             self.abort(request_id)
         deadline = self._clock() + self.config.drain_deadline_s
-        while self.has_work() and self._clock() < deadline:
-            self.step()
+        while self._is_busy() and self._clock() < deadline:
+            self._step()
         # Copies first: what they still write to host memory, the tiers below it may still keep.
         if self.runner.connector is not None:
             self.runner.connector.shutdown()
@@ -294,32 +414,35 @@ class LLM:
         """Float32 logits (vocabulary,) of the token after ``tokens``, without any cache."""
         return self.runner.logits_after(tokens)
 
-    def _has_transfers(self) -> bool:
-        return bool(self.scheduler.ended_while_loading) or (
-            self.connector is not None and self.connector.has_pending_push_work()
-        )
+    def _is_busy(self) -> bool:
+        if self.scheduler.has_unfinished or self._unreported or self.scheduler.ended_while_loading:
+            return True
+        return self.connector is not None and self.connector.has_pending_push_work()
 
     def _refuse_after_shutdown(self) -> None:
         if self._is_shut_down:
             raise OrlopError("found an engine that is shut down, expected a running one; make a new LLM")
 
-    def _refuse_impossible(self, request_id: str, prompt: list[int], max_tokens: int) -> None:
+    def _refuse_impossible(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
         if request_id in self._live:
-            raise ConfigError(f"request {request_id}: found an id that is running, expected a new one")
-        if not prompt or not _is_whole(max_tokens) or max_tokens < 1:
-            found = f"{len(prompt)} prompt tokens and max_tokens={max_tokens!r}"
-            raise ConfigError(f"request {request_id}: found {found}, expected 1 or more of each")
-        vocab_size = self.config.model.vocab_size
-        unknown = next((token for token in prompt if not 0 <= token < vocab_size), None)
+            raise ConfigError("found an id that is running, expected a new one")
+        if not prompt:
+            raise ConfigError("found 0 prompt tokens, expected 1 or more")
+        model, tokens = self.config.model, len(prompt) + params.max_tokens
+        unknown = next((token for token in prompt if not 0 <= token < model.vocab_size), None)
         if unknown is not None:
+            raise ConfigError(f"found token id {unknown}, expected ids from 0 to {model.vocab_size - 1}")
+        wanted = f"{len(prompt)} prompt tokens and {params.max_tokens} to generate"
+        if model.max_positions is not None and tokens > model.max_positions:
             raise ConfigError(
-                f"request {request_id}: found token id {unknown}, expected ids from 0 to {vocab_size - 1}"
+                f"{wanted} make {tokens}, the model has positions for {model.max_positions}; shorten the prompt or "
+                "lower max_tokens"
             )
-        needed = -(-(len(prompt) + max_tokens) // self.config.block_tokens)
+        needed = self.scheduler.tables.most_blocks(tokens, self.config.max_step_tokens)
         if needed > self.scheduler.pool.capacity:
             raise ConfigError(
-                f"request {request_id}: {len(prompt)} prompt tokens and {max_tokens} to generate need {needed} device "
-                f"blocks, found {self.scheduler.pool.capacity}; give the engine num_blocks={needed + 1} or more"
+                f"{wanted} need {needed} device blocks, found {self.scheduler.pool.capacity}; "
+                f"give the engine num_blocks={needed + 1} or more"
             )
 
     def _result(self, seq: Sequence) -> Result:
@@ -327,6 +450,8 @@ class LLM:
         return Result(
             request_id=seq.request_id,
             tokens=tuple(seq.generated),
+            text=self.text.decode(seq.generated),
+            finish_reason="abort" if seq.aborted else "stop" if seq.has_stopped else "length",
             num_prompt_tokens=seq.num_prompt_tokens,
             computed_tokens=seq.computed_tokens,
             device_hit_tokens=seq.device_hit_tokens,
@@ -334,27 +459,25 @@ class LLM:
             first_token_s=None if seq.first_token_s is None else seq.first_token_s - seq.arrival_s,
             total_s=self._clock() - seq.arrival_s,
             preemptions=seq.num_preemptions,
-            aborted=seq.aborted,
         )
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _params(params: SamplingParams | int | None) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    return params if isinstance(params, SamplingParams) else SamplingParams(max_tokens=params)
 
 
-def _token_ids(request_id: str, prompt: Iterable[Any]) -> list[int]:
-    """The prompt as plain numbers; ``ConfigError`` for text and for what is not a row of whole numbers."""
+def _token_ids(prompt: Iterable[Any]) -> list[int]:
+    """The prompt as plain numbers; ``ConfigError`` for what is not a row of whole numbers."""
     try:
-        if isinstance(prompt, str | bytes):
+        if isinstance(prompt, bytes):
             raise TypeError
         return [operator.index(token) for token in prompt]
     except TypeError:
         found = repr(prompt)
         found = found if len(found) <= SHOWN_CHARACTERS else found[:SHOWN_CHARACTERS] + "..."
-        raise ConfigError(
-            f"request {request_id}: found the prompt {found}, expected a list of token ids (whole numbers); "
-            "the engine has no tokenizer"
-        ) from None
+        raise ConfigError(f"found the prompt {found}, expected text or a list of token ids (whole numbers)") from None
 
 
 def _refuse_too_large(config: EngineConfig) -> None:

@@ -1,27 +1,50 @@
-"""A small Llama-shaped model with seeded weights, over paged KV tensors, in float32 on the CPU.
+"""The transformer that Llama, Mistral, Qwen2 and Qwen3 share, over paged KV tensors, in float32 on the CPU.
 
-In: token ids, positions, block tables. Out: logits. Never: a file, a checkpoint, a choice of what to run.
+In: a ``ModelConfig`` and weights under their Hugging Face names; then token ids, positions, attention plans. Out:
+logits. Never: a file, a choice of what to run.
 
-The same seed gives the same weights everywhere, so two processes can share stored KV. Attention is computed
-sequence by sequence: the logits of a token depend on its own sequence alone, up to float32 rounding in the
-matrix products that all tokens of a step share.
+What one architecture has and another has not is a field of ``ModelConfig``: biases of query, key and value, norms of
+query and key, layers that see a window only. Without a checkpoint the weights are drawn from a seed, the same
+everywhere, so that two processes can share stored KV.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from orlop.engine.attention import AttentionPlan
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for longer contexts: ``linear`` or ``llama3``.
+
+    ``linear`` divides all by ``factor``; ``llama3`` only those whose wave is longer than ``original_positions`` over
+    ``low_freq_factor``, none whose wave is shorter than it over ``high_freq_factor``, and goes smoothly between.
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 8192
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of the model; everything that determines its weights is in here.
+    """The shape of the model. Of a seeded one, everything that determines its weights is in here.
 
-    ``attention_scale`` multiplies the random query and key weights: above 1 a token attends to a few others
-    instead of to the mean of all, so that a wrong block of KV changes what is generated.
+    ``windows``: of each layer the number of last tokens that it sees, None for all; empty: all layers see all.
+    ``max_positions``: the most tokens of a sequence, None for no limit. ``attention_scale`` multiplies seeded query and
+    key weights: above 1 a token attends to a few others instead of to the mean of all, so that a wrong block of KV
+    changes what is generated.
     """
 
     vocab_size: int = 512
@@ -33,139 +56,171 @@ class ModelConfig:
     intermediate: int = 128
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
+    rope_scaling: RopeScaling | None = None
+    windows: tuple[int | None, ...] = ()
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tied_embeddings: bool = False
+    max_positions: int | None = None
     attention_scale: float = 2.5
     seed: int = 0
 
     @property
+    def layer_groups(self) -> dict[int | None, tuple[int, ...]]:
+        """The layers of each KV group, by the window that they share; full attention (None) comes first."""
+        windows = self.windows or (None,) * self.layers
+        kinds = sorted(set(windows), key=lambda window: (window is not None, window))
+        return {kind: tuple(i for i, window in enumerate(windows) if window == kind) for kind in kinds}
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token in all layers, in float32."""
-        return self.layers * 2 * self.kv_heads * self.head_dim * 4
+        """Bytes of K and V that one token has room for in a block, in float32: those of the largest KV group."""
+        layers = max(len(group) for group in self.layer_groups.values())
+        return layers * 2 * self.kv_heads * self.head_dim * 4
 
     def layer_names(self) -> tuple[str, ...]:
         return tuple(f"layers.{i}" for i in range(self.layers))
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Rows ``first .. last - 1`` of a batch: the tokens of one sequence that this step computes.
-
-    ``blocks``: int64 (blocks,), its block table. ``context``: tokens with KV once this step has run.
-    """
-
-    first: int
-    last: int
-    blocks: Tensor
-    context: int
-
-
-@dataclass(frozen=True, slots=True)
 class Batch:
     """All tokens of a step, one after the other.
 
-    ``tokens``, ``positions``, ``write_blocks``, ``write_offsets``: int64 (tokens,). ``sample_rows``: int64, the
-    rows whose logits are wanted.
+    ``tokens``, ``positions``: int64 (tokens,). ``plans``: one per KV group. ``sample_rows``: int64, the rows whose
+    logits are wanted.
     """
 
     tokens: Tensor
     positions: Tensor
-    write_blocks: Tensor
-    write_offsets: Tensor
-    spans: tuple[Span, ...]
+    plans: Sequence[AttentionPlan]
     sample_rows: Tensor
+
+
+class Weights(Protocol):
+    """Where weights come from, each asked for once, in the order of the layers."""
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """The float32 tensor called ``name`` (its Hugging Face name), of ``shape``; matrices are (out, in)."""
+        ...
+
+
+class SeededWeights:
+    """Random weights that follow from the seed alone."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._source = torch.Generator().manual_seed(config.seed)
+        self._scales = {"q_proj": config.attention_scale, "k_proj": config.attention_scale, "lm_head": 4.0}
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        if "norm" in name:
+            return torch.ones(shape)
+        drawn: Tensor = torch.randn(shape, generator=self._source)
+        module = name.split(".")[-2]
+        if module == "embed_tokens":
+            return drawn
+        return drawn * float(self._scales.get(module, 1.0) * shape[-1] ** -0.5)
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one layer, each (out, in)."""
+    """Weights of one layer, matrices (out, in). ``qkv`` are those of query, key and value, one below the other.
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    ``qk_norm`` (heads + kv_heads, head_dim): the norm's weight of each query and key head. ``group``: its KV group.
+    """
+
+    group: int
+    attention_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
     output: Tensor
-    gate: Tensor
-    up: Tensor
+    mlp_norm: Tensor
+    gate_up: Tensor
     down: Tensor
 
 
 class Model:
     """``forward`` writes the KV of a batch and answers the logits of its sample rows."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
-        source = torch.Generator().manual_seed(config.seed)
+    def __init__(self, config: ModelConfig, weights: Weights | None = None) -> None:
+        """``weights`` None: seeded ones."""
+        self.config = c = config
+        weights = weights or SeededWeights(config)
+        groups = {layer: g for g, layers in enumerate(c.layer_groups.values()) for layer in layers}
+        self._embedding = weights.take("model.embed_tokens.weight", c.vocab_size, c.hidden)
+        self._layers = [self._take_layer(weights, f"model.layers.{i}", groups[i]) for i in range(c.layers)]
+        self._last_norm = weights.take("model.norm.weight", c.hidden)
+        head = self._embedding if c.tied_embeddings else weights.take("lm_head.weight", c.vocab_size, c.hidden)
+        self._head = head
+        self._frequencies = rope_frequencies(c)
 
-        def weight(rows: int, columns: int, scale: float = 1.0) -> Tensor:
-            drawn: Tensor = torch.randn(rows, columns, generator=source)
-            return drawn * float(scale * columns**-0.5)
+    def _take_layer(self, weights: Weights, name: str, group: int) -> Layer:
+        c = self.config
+        widths = {"q": c.heads * c.head_dim, "k": c.kv_heads * c.head_dim, "v": c.kv_heads * c.head_dim}
+        attention = f"{name}.self_attn"
+        norms = []
+        if c.qk_norm:
+            norms = [(weights.take(f"{attention}.{x}_norm.weight", c.head_dim), n) for x, n in self._normed_heads()]
+        return Layer(
+            group=group,
+            attention_norm=weights.take(f"{name}.input_layernorm.weight", c.hidden),
+            qkv=torch.cat([weights.take(f"{attention}.{x}_proj.weight", n, c.hidden) for x, n in widths.items()]),
+            qkv_bias=torch.cat([weights.take(f"{attention}.{x}_proj.bias", n) for x, n in widths.items()])
+            if c.qkv_bias
+            else None,
+            qk_norm=torch.cat([norm.expand(heads, -1) for norm, heads in norms]) if norms else None,
+            output=weights.take(f"{attention}.o_proj.weight", c.hidden, c.heads * c.head_dim),
+            mlp_norm=weights.take(f"{name}.post_attention_layernorm.weight", c.hidden),
+            gate_up=torch.cat([weights.take(f"{name}.mlp.{x}_proj.weight", c.intermediate, c.hidden) for x in GATE_UP]),
+            down=weights.take(f"{name}.mlp.down_proj.weight", c.hidden, c.intermediate),
+        )
 
-        c = config
-        self._embedding = torch.randn(c.vocab_size, c.hidden, generator=source)
-        self._layers = [
-            Layer(
-                query=weight(c.heads * c.head_dim, c.hidden, c.attention_scale),
-                key=weight(c.kv_heads * c.head_dim, c.hidden, c.attention_scale),
-                value=weight(c.kv_heads * c.head_dim, c.hidden),
-                output=weight(c.hidden, c.heads * c.head_dim),
-                gate=weight(c.intermediate, c.hidden),
-                up=weight(c.intermediate, c.hidden),
-                down=weight(c.hidden, c.intermediate),
-            )
-            for _ in range(c.layers)
-        ]
-        self._head = weight(c.vocab_size, c.hidden, 4.0)
-        self._frequencies = c.rope_theta ** (-torch.arange(0, c.head_dim, 2) / c.head_dim)
+    def _normed_heads(self) -> tuple[tuple[str, int], ...]:
+        return (("q", self.config.heads), ("k", self.config.kv_heads))
 
     def new_kv_caches(self, num_blocks: int, block_tokens: int) -> dict[str, Tensor]:
-        """One float32 tensor per layer: (num_blocks, 2 for K and V, kv_heads, block_tokens, head_dim)."""
+        """A float32 tensor per layer name: (num_blocks, block_tokens, 2 for K and V, kv_heads, head_dim).
+
+        A block belongs to one KV group at a time, so layers of different groups share a tensor: the first of each
+        the first one, the second of each the second one, and so on.
+        """
         c = self.config
-        shape = (num_blocks, 2, c.kv_heads, block_tokens, c.head_dim)
-        return {name: torch.zeros(shape) for name in c.layer_names()}
+        shape = (num_blocks, block_tokens, 2, c.kv_heads, c.head_dim)
+        groups = c.layer_groups.values()
+        tensors = [torch.zeros(shape) for _ in range(max(len(group) for group in groups))]
+        names = c.layer_names()
+        caches = {names[layer]: tensor for group in groups for layer, tensor in zip(group, tensors, strict=False)}
+        return {name: caches[name] for name in names}
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, kv_caches: dict[str, Tensor]) -> Tensor:
+    def forward(self, batch: Batch, kv_caches: Mapping[str, Tensor]) -> Tensor:
         """Logits, float32 (sample rows, vocabulary)."""
         hidden: Tensor = self._embedding[batch.tokens]
         cos, sin = self._rotation(batch.positions)
         for name, layer in zip(self.config.layer_names(), self._layers, strict=True):
-            hidden = hidden + self._attention(layer, self._norm(hidden), cos, sin, batch, kv_caches[name])
-            normed = self._norm(hidden)
-            hidden = hidden + (functional.silu(normed @ layer.gate.T) * (normed @ layer.up.T)) @ layer.down.T
-        last = self._norm(hidden[batch.sample_rows])
-        return functional.linear(last, self._head)
+            plan, cache = batch.plans[layer.group], kv_caches[name].flatten(0, 1)
+            hidden = hidden + self._attention(layer, self._norm(hidden, layer.attention_norm), cos, sin, plan, cache)
+            gate, up = functional.linear(self._norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
+            hidden = hidden + functional.linear(functional.silu(gate) * up, layer.down)
+        return functional.linear(self._norm(hidden[batch.sample_rows], self._last_norm), self._head)
 
     def _attention(
-        self, layer: Layer, hidden: Tensor, cos: Tensor, sin: Tensor, batch: Batch, kv_cache: Tensor
+        self, layer: Layer, hidden: Tensor, cos: Tensor, sin: Tensor, plan: AttentionPlan, cache: Tensor
     ) -> Tensor:
-        c, rows = self.config, len(hidden)
-        query = self._rotate((hidden @ layer.query.T).view(rows, c.heads, c.head_dim), cos, sin)
-        key = self._rotate((hidden @ layer.key.T).view(rows, c.kv_heads, c.head_dim), cos, sin)
-        value = (hidden @ layer.value.T).view(rows, c.kv_heads, c.head_dim)
+        c = self.config
+        qkv = functional.linear(hidden, layer.qkv, layer.qkv_bias).view(len(hidden), -1, c.head_dim)
+        turned, value = qkv[:, : -c.kv_heads], qkv[:, -c.kv_heads :]
+        if layer.qk_norm is not None:
+            turned = self._norm(turned, None) * layer.qk_norm
+        turned = self._rotate(turned, cos, sin)
+        query, key = turned[:, : c.heads], turned[:, c.heads :]
         # All KV of the step is written before anything is read: a sequence may share a block that another
         # one fills in this very step.
-        kv_cache[batch.write_blocks, 0, :, batch.write_offsets] = key
-        kv_cache[batch.write_blocks, 1, :, batch.write_offsets] = value
-        attended = torch.empty(rows, c.heads * c.head_dim)
-        for span in batch.spans:
-            attended[span.first : span.last] = self._attend(query[span.first : span.last], span, kv_cache)
-        return attended @ layer.output.T
+        cache[plan.writes] = torch.stack((key, value), dim=1)
+        return functional.linear(plan.attend(query, cache), layer.output)
 
-    def _attend(self, query: Tensor, span: Span, kv_cache: Tensor) -> Tensor:
-        """Causal attention of one sequence's queries (n, heads, head_dim) over its blocks: (n, heads * head_dim)."""
-        c, rows = self.config, len(query)
-        # (blocks, 2, kv_heads, block_tokens, head_dim) to (2, kv_heads, context, head_dim)
-        gathered = kv_cache[span.blocks].permute(1, 2, 0, 3, 4).reshape(2, c.kv_heads, -1, c.head_dim)
-        keys, values = gathered[:, :, : span.context]
-        mask = None
-        if rows > 1:
-            own = torch.arange(span.context - rows, span.context)
-            mask = torch.arange(span.context) <= own[:, None]
-        out = functional.scaled_dot_product_attention(
-            query.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
-        )
-        return out[0].transpose(0, 1).reshape(rows, -1)
-
-    def _norm(self, hidden: Tensor) -> Tensor:
-        return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.config.norm_eps)
+    def _norm(self, hidden: Tensor, weight: Tensor | None) -> Tensor:
+        return functional.rms_norm(hidden, hidden.shape[-1:], weight, self.config.norm_eps)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[:, None].float() * self._frequencies
@@ -176,3 +231,20 @@ class Model:
         """Rotary position embedding: the halves of each head as the two coordinates of a plane."""
         left, right = x.chunk(2, dim=-1)
         return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+
+GATE_UP = ("gate", "up")
+
+
+def rope_frequencies(config: ModelConfig) -> Tensor:
+    """Radians per position of each plane, float32 (head_dim / 2,)."""
+    plain = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return plain
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    turns = scaling.original_positions * plain / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain * (unscaled + (1 - unscaled) / scaling.factor)

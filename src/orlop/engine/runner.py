@@ -5,14 +5,17 @@ In: a ``ScheduledStep``. Out: a ``StepReport``. Never: a decision; what it is to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from orlop.core import OffloadingConnectorMetadata, WorkerOutput
+from orlop.engine.attention import AttentionPlan, Part
 from orlop.engine.batching import ScheduledStep, StepReport, Work
-from orlop.engine.model import Batch, Model, Span
+from orlop.engine.model import Batch, Model
+from orlop.engine.sampling import sample
 
 
 class WorkerHalf(Protocol):
@@ -35,6 +38,7 @@ class Runner:
     def __init__(self, model: Model, num_blocks: int, block_tokens: int) -> None:
         self.model = model
         self.block_tokens = block_tokens
+        self.windows = tuple(model.config.layer_groups)
         self.kv_caches = model.new_kv_caches(num_blocks, block_tokens)
         self.connector: WorkerHalf | None = None
         self._last_token: dict[str, int] = {}
@@ -55,45 +59,52 @@ class Runner:
     def logits_after(self, tokens: list[int]) -> Tensor:
         """Float32 logits (vocabulary,) of the token after ``tokens``, computed alone and from nothing."""
         num_blocks = -(-len(tokens) // self.block_tokens)
-        batch = self._batch([(tokens, 0, list(range(num_blocks)), True)])
-        return self.model.forward(batch, self.model.new_kv_caches(num_blocks, self.block_tokens))[0]
+        groups = range(len(self.model.config.layer_groups))
+        tables = [range(group * num_blocks, (group + 1) * num_blocks) for group in groups]
+        batch = self._batch([(tokens, 0, tables)], [len(tokens) - 1])
+        return self.model.forward(batch, self.model.new_kv_caches(num_blocks * len(groups), self.block_tokens))[0]
 
     def _compute(self, work: list[Work]) -> dict[str, int]:
         """Run the model; the sampled token of each request that samples."""
         if not work:
             return {}
-        batch = self._batch([(self._known_tokens(w), w.start, w.block_ids, w.samples) for w in work])
-        logits = self.model.forward(batch, self.kv_caches)
-        ids = [w.sequence.request_id for w in work if w.samples]
-        sampled = dict(zip(ids, logits.argmax(-1).tolist(), strict=True))
+        parts, sample_rows, rows = [], [], 0
+        for one in work:
+            parts.append((self._known_tokens(one), one.start, one.block_ids))
+            rows += len(one.token_ids)
+            if one.samples:
+                sample_rows.append(rows - 1)
+        logits = self.model.forward(self._batch(parts, sample_rows), self.kv_caches)
+        sampled = self._sample([one for one in work if one.samples], logits)
         self._last_token |= sampled
         return sampled
+
+    def _sample(self, work: list[Work], logits: Tensor) -> dict[str, int]:
+        tokens: list[int] = logits.argmax(-1).tolist()
+        for row, one in enumerate(work):
+            seq = one.sequence
+            if seq.params.temperature > 0:
+                tokens[row] = sample(logits[row], seq.params, seq.seed, one.start + len(one.token_ids))
+        return {one.sequence.request_id: token for one, token in zip(work, tokens, strict=True)}
 
     def _known_tokens(self, work: Work) -> list[int]:
         if work.token_ids[-1] >= 0:
             return work.token_ids
         return [*work.token_ids[:-1], self._last_token[work.sequence.request_id]]
 
-    def _batch(self, parts: list[tuple[list[int], int, list[int], bool]]) -> Batch:
-        """One batch of ``(tokens, start, block_ids, samples)`` per sequence."""
+    def _batch(self, parts: Sequence[tuple[list[int], int, Sequence[Sequence[int]]]], sample_rows: list[int]) -> Batch:
+        """One batch of ``(tokens, first position, block tables)`` per sequence."""
         tokens: list[int] = []
-        positions, write_blocks, spans, sample_rows = [], [], [], []
-        for token_ids, start, block_ids, samples in parts:
-            first, end = len(tokens), start + len(token_ids)
+        positions: list[int] = []
+        spans: list[list[Part]] = [[] for _ in self.windows]
+        for token_ids, start, tables in parts:
+            for span, table in zip(spans, tables, strict=True):
+                span.append(Part(len(tokens), start, len(token_ids), table))
             tokens += token_ids
-            where = torch.arange(start, end)
-            blocks = torch.tensor(block_ids[: -(-end // self.block_tokens)])
-            positions.append(where)
-            write_blocks.append(blocks[where // self.block_tokens])
-            spans.append(Span(first, len(tokens), blocks, end))
-            if samples:
-                sample_rows.append(len(tokens) - 1)
-        position = torch.cat(positions)
+            positions += range(start, start + len(token_ids))
         return Batch(
             tokens=torch.tensor(tokens),
-            positions=position,
-            write_blocks=torch.cat(write_blocks),
-            write_offsets=position % self.block_tokens,
-            spans=tuple(spans),
+            positions=torch.tensor(positions),
+            plans=[AttentionPlan(s, self.block_tokens, w) for s, w in zip(spans, self.windows, strict=True)],
             sample_rows=torch.tensor(sample_rows, dtype=torch.int64),
         )

@@ -12,6 +12,8 @@ from enum import StrEnum
 
 import numpy as np
 
+from orlop.engine.sampling import SamplingParams
+
 HASH_NAME = "sha256"
 ROOT_DIGEST = hashlib.sha256(b"orlop embedded engine: start of a prompt").digest()
 
@@ -36,30 +38,32 @@ def hash_block(parent: bytes, token_ids: Seq[int]) -> bytes:
 
 
 class Sequence:
-    """A prompt that grows by one token per step until ``max_tokens`` are generated or it is stopped.
+    """A prompt that grows by one token per step until ``params`` or an end token of the model stop it.
 
     ``tokens`` are the known ones, prompt first. ``num_placeholders`` are sampled but not yet reported.
     ``num_computed_tokens`` counts tokens whose KV is in the blocks, or will be by steps handed to the worker;
-    ``num_in_flight_tokens`` those of steps that have not reported. ``block_ids[i]`` holds tokens
-    ``i * block_tokens`` and following. Times are seconds of the engine's monotonic clock.
+    ``num_in_flight_tokens`` those of steps that have not reported. ``block_ids[g][i]`` holds, in KV group ``g``,
+    tokens ``i * block_tokens`` and following. Times are seconds of the engine's monotonic clock.
     """
 
     def __init__(
         self,
         request_id: str,
         prompt: Seq[int],
-        max_tokens: int,
+        params: SamplingParams,
         *,
         block_tokens: int,
+        num_groups: int = 1,
         arrival_s: float = 0.0,
-        stop_token: int | None = None,
+        seed: int = 0,
+        end_tokens: frozenset[int] = frozenset(),
     ) -> None:
         self.request_id = request_id
         self.tokens = list(prompt)
-        self.max_tokens = max_tokens
-        self.stop_token = stop_token
+        self.params = params
+        self.seed = seed
         self.status = Status.WAITING
-        self.block_ids: list[int] = []
+        self.block_ids: list[list[int]] = [[] for _ in range(num_groups)]
         self._hashes: list[bytes] = []
         self.block_hashes: Seq[bytes] = self._hashes
         self.num_computed_tokens = 0
@@ -70,6 +74,7 @@ class Sequence:
         self.num_preemptions = 0
         self.skip_reading_prefix_cache = False
         self.was_scheduled = False
+        self.load_failed = False
         self.aborted = False
 
         self.arrival_s = arrival_s
@@ -79,6 +84,7 @@ class Sequence:
         self.computed_tokens = 0
 
         self._block_tokens = block_tokens
+        self._stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens)
         self._num_prompt_tokens = len(self.tokens)
         self._hash_full_blocks()
 
@@ -102,29 +108,37 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens that can be scheduled now; 0 where all that may be sampled has been, reported or not."""
-        if self.num_generated_tokens + self.num_placeholders >= self.max_tokens:
+        if self.num_generated_tokens + self.num_placeholders >= self.params.max_tokens:
             return 0
         return self.num_tokens + self.num_placeholders - self.num_computed_tokens
 
     @property
+    def has_stopped(self) -> bool:
+        """Whether the last known token says that nothing follows it."""
+        return self.num_generated_tokens > 0 and self.tokens[-1] in self._stops
+
+    @property
     def has_ended(self) -> bool:
         """Whether the last known token is the last one there will be."""
-        if self.num_generated_tokens >= self.max_tokens:
-            return True
-        return self.num_generated_tokens > 0 and self.tokens[-1] == self.stop_token
+        return self.has_stopped or self.num_generated_tokens >= self.params.max_tokens
+
+    def tables(self) -> tuple[list[int], ...]:
+        """Its block tables as they are now, one per KV group: copies."""
+        return tuple(list(table) for table in self.block_ids)
 
     def append(self, token: int) -> None:
         """A sampled token has been reported."""
         self.tokens.append(token)
         self._hash_full_blocks()
 
-    def drop_blocks(self) -> list[int]:
-        """Forget blocks and all that was computed; the block ids, for the pool."""
-        block_ids, self.block_ids = self.block_ids, []
+    def forget_computed(self) -> None:
+        """Its blocks have been freed: all of it is to be computed, should it run again."""
+        for table in self.block_ids:
+            table.clear()
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.num_loading_tokens = 0
-        return block_ids
+        self.num_registered_blocks = 0
 
     def _hash_full_blocks(self) -> None:
         size = self._block_tokens

@@ -16,7 +16,7 @@ jobs, cursor and context. Preemption does not end a life; it rewinds what is kno
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orlop.core import Geometry, Int64Array, KeyRun, ReqContext, Request, Reservation, TransferKind
@@ -64,6 +64,7 @@ class RequestState:
         "groups",
         "load_base",
         "load_failed",
+        "load_origins",
         "max_load_tokens",
         "max_offload_tokens",
         "queried",
@@ -101,6 +102,7 @@ class RequestState:
         self.load_base: int | None = None
         """Tokens below which the device holds real KV while a load is in flight or has failed."""
         self.load_failed = False
+        self.load_origins: Mapping[str, int] = {}
         self.waited_for_load: int | None = None
         """The one load of another life that this wait has waited, or waits, for."""
         # Stores.

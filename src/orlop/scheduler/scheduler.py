@@ -45,6 +45,8 @@ from orlop.scheduler.request import Job, RequestState
 from orlop.scheduler.stores import PlannedStore, StorePlanner
 from orlop.tiering.base import OffloadingManager
 
+FEW = 256
+"""The list of deadlines keeps at most so many jobs that are over, and as many more as are not."""
 EVERY_CHUNK = 1 << 62
 """The budget of a life that has ended: what is not stored now never is."""
 
@@ -150,6 +152,11 @@ class OffloadingConnectorScheduler:
         if num_external_tokens > 0:
             state.since = None
             self._start_load(state, num_external_tokens, now)
+
+    def load_origins(self, request: Request) -> Mapping[str, int]:
+        """Tokens of the request's latest load by the tier that had them (``host`` or its name); empty without one."""
+        state = self._live.get(request.request_id)
+        return state.load_origins if state is not None else {}
 
     def request_finished(self, request: Request, *, now: float) -> tuple[bool, None]:
         """The request ends, for any reason; its blocks are freed right after. Never delays that."""
@@ -444,7 +451,8 @@ class OffloadingConnectorScheduler:
         self._count_chunks(reservations)
         # By the group that has most to load: the others lack what lies before their windows.
         widest = max(reservations, key=lambda r: len(r.slots) * self.geometry.chunk_tokens(r.group))
-        self._count_origins(self._origins(widest, num_external_tokens))
+        state.load_origins = self._origins(widest, num_external_tokens)
+        self._count_origins(state.load_origins)
         self._current_batch_load_jobs.append(
             TransferJob(job.job_id, state.context.req_id, TransferKind.LOAD, tuple(transfers), doomed=short)
         )
@@ -691,6 +699,8 @@ class OffloadingConnectorScheduler:
         reservations = tuple(p.reservation for p in planned)
         job = self._new_job(TransferKind.STORE, state, reservations, transfers, now + self.options.store_deadline_s)
         self._store_deadlines.append(job)
+        if len(self._store_deadlines) > 2 * len(self._jobs) + FEW:  # behind one that is late they would gather
+            self._store_deadlines = deque(j for j in self._store_deadlines if j.job_id in self._jobs)
         for transfer in transfers:
             if state.finished or self.geometry.groups[transfer.group].sliding_window is not None:
                 self._fences.raise_for(job, transfer.block_ids)

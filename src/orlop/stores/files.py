@@ -32,12 +32,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import xxhash
 
 from orlop.core import PAGE_BYTES, Outcome, align_up
 from orlop.errors import ConfigError, InvariantError, StoreError
-from orlop.stores.files_folder import LAYOUT_VERSION, FilesFolder, entries, try_lock
+from orlop.stores.files_folder import LAYOUT_VERSION, FilesFolder
+from orlop.stores.posix import (
+    FULL,
+    GONE,
+    NO_DIRECT_IO,
+    Complaints,
+    aligned,
+    entries,
+    in_the_way,
+    move_all,
+    named,
+    try_lock,
+)
 from orlop.tiering.base import ChunkStore, StoredChunk
 
 log = logging.getLogger(__name__)
@@ -48,21 +59,8 @@ _VERSION_NAME = re.compile(r"v\d+")
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _KEY_LOCKS = 64
 _CACHED_ANSWERS = 1 << 16
-_SAY_AGAIN_S = 300.0
 _EVICTION_FAILURES = 32
 """Files that one call may find unremovable before it gives up making room."""
-
-_OUTCOMES = {
-    errno.EACCES: Outcome.DENIED,
-    errno.EPERM: Outcome.DENIED,
-    errno.EROFS: Outcome.DENIED,
-    errno.ENOSPC: Outcome.NO_SPACE,
-    errno.EDQUOT: Outcome.NO_SPACE,
-    errno.ETIMEDOUT: Outcome.TIMEOUT,
-}
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
-_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 @dataclass(slots=True)
@@ -121,9 +119,9 @@ class FilesStore(ChunkStore):
         self._foreign_bytes = 0
         self._squeeze = _Squeeze(max_bytes, recover_after_s, clock)
         self._counts: Counter[str] = Counter()
-        self._said: dict[str, float] = {}
 
         self._tell_removal: Callable[[bytes], None] = _nobody
+        self._complaints = Complaints(f"files tier in {path}", clock)
         self._answers = _Answers(contains_ttl_s, clock)
         self._open_directory()
         self._writer = _Writer(self._root / "tmp", leftover_age_s, wall_clock)
@@ -210,7 +208,7 @@ class FilesStore(ChunkStore):
             try:
                 os.unlink(self.path_of(key))
             except OSError as error:
-                if error.errno in _GONE:
+                if error.errno in GONE:
                     self._forget(key)
                 else:
                     self._trouble("delete", error)
@@ -224,18 +222,18 @@ class FilesStore(ChunkStore):
         try:
             outcome = self._read_file(self.path_of(key), header, view)
         except OSError as error:
-            outcome = Outcome.MISSING if error.errno in _GONE else self._trouble("read", error)
+            outcome = Outcome.MISSING if error.errno in GONE else self._trouble("read", error)
         if outcome is Outcome.MISSING:
             self._vanished(key)
         return outcome
 
     def _read_file(self, path: str, header: memoryview, view: memoryview) -> Outcome:
-        if not (self._direct and _aligned(header, view)):
+        if not (self._direct and aligned(header, view)):
             return _read_whole(path, 0, header, view)
         try:
             return _read_whole(path, _O_DIRECT, header, view)
         except OSError as error:
-            if error.errno not in _NO_DIRECT_IO:
+            if error.errno not in NO_DIRECT_IO:
                 raise
             outcome = _read_whole(path, 0, header, view)
             if outcome is Outcome.OK:
@@ -263,9 +261,9 @@ class FilesStore(ChunkStore):
         try:
             self._write_file(key, header, view, nbytes)
         except OSError as error:
-            if error.errno in _FULL:
+            if error.errno in FULL:
                 self._disk_full(nbytes)
-            elif error.errno in _GONE:
+            elif error.errno in GONE:
                 self._directory_gone()
             else:
                 raise
@@ -282,13 +280,13 @@ class FilesStore(ChunkStore):
             raise
 
     def _fill(self, path: str, header: memoryview, view: memoryview) -> None:
-        if not (self._direct and _aligned(header, view)):
+        if not (self._direct and aligned(header, view)):
             _write_whole(path, 0, header, view)
             return
         try:
             _write_whole(path, _O_DIRECT, header, view)
         except OSError as error:
-            if error.errno not in _NO_DIRECT_IO:
+            if error.errno not in NO_DIRECT_IO:
                 raise
             with suppress(OSError):
                 os.unlink(path)
@@ -360,7 +358,7 @@ class FilesStore(ChunkStore):
                     return 0
                 os.unlink(path)
             except OSError as error:
-                if error.errno not in _GONE:
+                if error.errno not in GONE:
                     self._spare(key, entry, entry.marked)
                     self._trouble("evict", error)
                     return None
@@ -512,16 +510,16 @@ class FilesStore(ChunkStore):
             os.scandir(self._root).close()
         except (FileExistsError, NotADirectoryError) as error:
             raise ConfigError(
-                f"path: found a file at {_in_the_way(self._root)}, allowed: a directory, or where one can be made"
+                f"path: found a file at {in_the_way(self._root)}, allowed: a directory, or where one can be made"
             ) from error
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
                 raise ConfigError(
                     f"path: found one of {len(str(self._path))} characters, allowed: what the file system takes "
-                    f"({_named(error)})"
+                    f"({named(error)})"
                 ) from error
             raise StoreError(
-                f"path: found {self._path} unusable ({_named(error)}), expected a directory that can be created, "
+                f"path: found {self._path} unusable ({named(error)}), expected a directory that can be created, "
                 "read and written; check the path, its owner and the mount"
             ) from error
 
@@ -530,11 +528,11 @@ class FilesStore(ChunkStore):
         error = self._try_direct_io() if _O_DIRECT else OSError(errno.EOPNOTSUPP, "no O_DIRECT on this platform")
         if error is None:
             return True
-        if error.errno in (*_FULL, errno.EACCES, errno.EROFS):
+        if error.errno in (*FULL, errno.EACCES, errno.EROFS):
             return True  # says nothing of direct I/O; should it fail later, the fall-back comes then
         if required:
             raise ConfigError(
-                f"direct_io: found 'on' and direct I/O refused in {self._path} ({_named(error)}), allowed: 'auto' or "
+                f"direct_io: found 'on' and direct I/O refused in {self._path} ({named(error)}), allowed: 'auto' or "
                 "'off', or another file system"
             ) from error
         self._say_buffered(error)
@@ -565,7 +563,7 @@ class FilesStore(ChunkStore):
             self._say_buffered(error)
 
     def _say_buffered(self, error: OSError) -> None:
-        log.warning("files tier: direct I/O does not work in %s (%s); using buffered I/O", self._path, _named(error))
+        log.warning("files tier: direct I/O does not work in %s (%s); using buffered I/O", self._path, named(error))
 
     def _directory_gone(self) -> None:
         """Make again what is below ``path``. The path itself may be a mount point that is away: not ours to make."""
@@ -573,17 +571,9 @@ class FilesStore(ChunkStore):
         self._writer.renew()
 
     def _trouble(self, verb: str, error: OSError) -> Outcome:
-        """Count one failure, say the first of its kind, and the outcome it stands for."""
-        kind = f"{verb}: {_named(error)}"
         with self._lock:
             self._counts[f"{verb}_failures"] += 1
-            now = self._clock()
-            new = now - self._said.get(kind, -_SAY_AGAIN_S) >= _SAY_AGAIN_S
-            if new:
-                self._said[kind] = now
-        if new:
-            log.warning("files tier: %s in %s failed (%s); further ones are counted", verb, self._path, _named(error))
-        return _OUTCOMES.get(error.errno or 0, Outcome.IO_ERROR)
+        return self._complaints.hear(verb, error)
 
 
 class _Squeeze:
@@ -731,7 +721,7 @@ class _Writer:
 def _write_whole(path: str, flags: int, *buffers: memoryview) -> None:
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
     try:
-        _move_all(os.pwritev, fd, buffers)
+        move_all(os.pwritev, fd, buffers)
         if os.fstat(fd).st_size != sum(map(len, buffers)):
             raise OSError(errno.EIO, "the file is shorter than what was written")
     except EOFError as error:
@@ -748,40 +738,12 @@ def _read_whole(path: str, flags: int, *buffers: memoryview) -> Outcome:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_size != sum(map(len, buffers)):
             return Outcome.CORRUPT
-        _move_all(os.preadv, fd, buffers)
+        move_all(os.preadv, fd, buffers)
     except EOFError:
         return Outcome.CORRUPT
     finally:
         os.close(fd)
     return Outcome.OK
-
-
-def _move_all(move: Callable[[int, list[memoryview], int], int], fd: int, buffers: Sequence[memoryview]) -> None:
-    """One vectored call for all, and more where it moved less (2 GiB is the kernel's most)."""
-    left, offset = list(buffers), 0
-    while left:
-        moved = move(fd, left, offset)
-        if moved == 0:
-            raise EOFError
-        offset += moved
-        while left and moved >= len(left[0]):
-            moved -= len(left.pop(0))
-        if moved:
-            left[0] = left[0][moved:]
-
-
-def _in_the_way(path: Path) -> Path:
-    """The part of ``path`` that is there and is no directory."""
-    return next((part for part in (path, *path.parents) if os.path.lexists(part) and not part.is_dir()), path)
-
-
-def _aligned(*buffers: memoryview) -> bool:
-    """Whether direct I/O can take the buffers: addresses and lengths multiples of a page."""
-    return all(
-        len(buffer) % PAGE_BYTES == 0 and np.frombuffer(buffer, np.uint8).ctypes.data % PAGE_BYTES == 0
-        for buffer in buffers
-        if len(buffer)
-    )
 
 
 def _regular_size(path: str) -> int | None:
@@ -817,10 +779,6 @@ def _remove(paths: Iterable[str]) -> int:
             os.unlink(path)
             removed += 1
     return removed
-
-
-def _named(error: OSError) -> str:
-    return f"{errno.errorcode.get(error.errno or 0, 'unknown errno')}: {error.strerror or error}"
 
 
 def _nobody(key: bytes) -> None:

@@ -14,7 +14,6 @@ run beside engines that use the directory; a chunk that goes meanwhile is a chun
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import time
@@ -25,6 +24,7 @@ from pathlib import Path
 import xxhash
 
 from orlop.core import DIGEST_BYTES
+from orlop.stores.posix import entries, try_lock
 from orlop.tiering.base import StoredChunk
 
 LAYOUT_VERSION = "v1"
@@ -114,26 +114,6 @@ class FilesFolder:
             return None
         key = bytes.fromhex(namespace + entry.name)
         return key if self.path_of(key) == entry.path else None
-
-
-def entries(directory: str | Path) -> Iterator[os.DirEntry[str]]:
-    """The entries of a directory; none where it cannot be read."""
-    try:
-        with os.scandir(directory) as found:
-            yield from found
-    except OSError:
-        return
-
-
-def try_lock(fd: int) -> bool | None:
-    """Whether the lock is ours now; None where the file system knows no locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
 
 
 def _is_locked(path: str) -> bool:

@@ -441,7 +441,11 @@ class RequestRunner:
                 continue
             new_blocks = self._allocate(request, request.num_computed_tokens + count)
             while new_blocks is None:
-                self._preempt(self.running[-1])
+                holders = self._loaded_holders()
+                if self.running[-1] is request and holders:
+                    self._drop_loaded(holders[-1])  # else the two could take turns for ever
+                else:
+                    self._preempt(self.running[-1])
                 if index >= len(self.running):
                     return budget
                 new_blocks = self._allocate(request, request.num_computed_tokens + count)
@@ -538,10 +542,16 @@ class RequestRunner:
 
     def _unblock(self) -> None:
         """Requests that hold loaded blocks and cannot go on give them back, the last one first."""
-        holders = [r for r in self.waiting if not r.loading and any(r.block_ids)]
+        holders = self._loaded_holders()
         if len(holders) > 1 or (holders and self.waiting[0] is not holders[0]):
-            self._drop_blocks(holders[-1])
-            holders[-1].status, holders[-1].load_failed = Status.WAITING, False
+            self._drop_loaded(holders[-1])
+
+    def _loaded_holders(self) -> list[EngineRequest]:
+        return [r for r in self.waiting if not r.loading and any(r.block_ids)]
+
+    def _drop_loaded(self, request: EngineRequest) -> None:
+        self._drop_blocks(request)
+        request.status, request.load_failed = Status.WAITING, False
 
     # --- blocks ------------------------------------------------------------------------------------------
 

@@ -10,6 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from orlop.core import (
     CacheEvent,
     KeyRun,
@@ -223,6 +226,18 @@ class StoredChunk:
     age_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class KeyChange:
+    """What has come to a store and what has gone, as ``key_index.key_name`` of each key; never both for one key.
+
+    ``reset``: forget all that was said before.
+    """
+
+    added: npt.NDArray[np.uint64]
+    removed: npt.NDArray[np.uint64]
+    reset: bool = False
+
+
 class ChunkStore(ABC):
     """Where a secondary tier's bytes rest: blocking, dumb.
 
@@ -259,6 +274,15 @@ class ChunkStore(ABC):
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """The keys were of use."""
+
+    def watch(self, tell: Callable[[KeyChange], None]) -> bool:
+        """Tell at once all that is there, and from then on every change, in order; False: this store cannot.
+
+        For a store that nobody else writes to and that knows its keys: lookups are then answered where the engine
+        is. ``tell`` is called from any thread, returns at once and does not call back. A key that is added is told
+        before its ``write`` returns.
+        """
+        return False
 
     def stats(self) -> Mapping[str, float]:
         """Counters and gauges by name; counters only grow.

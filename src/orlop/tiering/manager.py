@@ -54,6 +54,8 @@ from orlop.tiering.events import EventLog
 
 ABSENT, WRITING, READY = 0, 1, 2
 NOWHERE = -1
+FEW = 256
+"""A list of deadlines keeps at most so many entries of what is over, and as many more as are not."""
 MAX_ASKS_PER_GROUP = 8
 """A life asks the tiers so often per group at most; then what is not readable is a miss."""
 
@@ -270,6 +272,9 @@ class TieringManager(OffloadingManager):
         if life.wait_until is None:
             life.wait_until = now + self._promotion_wait_s
             heapq.heappush(self._lease_ends, (life.wait_until, context.life))
+            if len(self._lease_ends) > 2 * len(self._lives) + FEW:
+                waits = ((other.wait_until, number) for number, other in self._lives.items())
+                self._lease_ends = sorted((until, number) for until, number in waits if until is not None)
 
     def touch(self, run: KeyRun, context: ReqContext) -> None:
         self.host.touch(run)
@@ -709,6 +714,8 @@ class TieringManager(OffloadingManager):
         job = self._transfer_jobs[order.job_id] = _Job(order, tier, writer)
         self._note_active(job, 1)
         heapq.heappush(self._deadlines, (deadline, order.job_id))
+        if len(self._deadlines) > 2 * len(self._transfer_jobs) + FEW:
+            self._deadlines = sorted(entry for entry in self._deadlines if entry[1] in self._transfer_jobs)
 
     def _take_job(self, job_id: int) -> _Job | None:
         """Take a job in flight off the books; None where there is none."""

@@ -153,6 +153,8 @@ class _Strided:
 
 
 def _strided(layer: str, tensor: Any, num_blocks: int | None) -> _Strided:
+    if not hasattr(tensor, "shape"):
+        raise ConfigError(f"layer {layer!r}: found {type(tensor).__name__}, expected a tensor or an array")
     shape = tuple(int(n) for n in tensor.shape)
     if hasattr(tensor, "data_ptr"):
         itemsize, address = int(tensor.element_size()), int(tensor.data_ptr())

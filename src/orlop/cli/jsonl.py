@@ -1,0 +1,67 @@
+"""Files of JSON lines, plain or gzip.
+
+In: a path and the option that named it. Out: one parsed value per line with its number, from 1. Never: a guess about a
+line that is no JSON: that is a ``TraceError`` with file and line.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from orlop.errors import TraceError
+
+SHOWN_CHARACTERS = 60
+"""Of a value that is wrong, in a message."""
+
+
+def read_json_lines(path: Path, option: str) -> Iterator[tuple[int, Any]]:
+    """Number and value of each line as they come; blank ones are passed over."""
+    number = 0
+    try:
+        with _opened(path) as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield number, _parsed(line, f"{path}, line {number}")
+    except (OSError, EOFError, zlib.error) as error:
+        where = f"{path}, after line {number}" if number else str(path)
+        reason = getattr(error, "strerror", None) or str(error)
+        raise TraceError(
+            f"{option} {where}: cannot be read: {reason}; give a file of JSON lines, plain or gzip, that is whole"
+        ) from error
+
+
+def short(value: object) -> str:
+    """A value as a message shows it."""
+    shown = repr(value)
+    return shown if len(shown) <= SHOWN_CHARACTERS else shown[:SHOWN_CHARACTERS] + "..."
+
+
+def is_count(value: object) -> bool:
+    """Whether ``value`` is a whole number from 0 up."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Iterable[bytes]]:
+    """The lines of the file, unpacked where its first bytes say gzip, whatever its name."""
+    with path.open("rb") as file:
+        is_gzip = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        if not is_gzip:
+            yield file
+            return
+        with gzip.open(file) as unpacked:
+            yield unpacked
+
+
+def _parsed(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise TraceError(f"{where}: found no JSON ({error}), expected one JSON value per line") from error

@@ -1,0 +1,54 @@
+"""Text at the engine's edge: prompts become token ids, generated ids become text, whole or piece by piece.
+
+In: a tokenizer (or None), text, token ids. Out: ids, text. Never: a step; the engine itself knows ids only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from orlop.errors import ConfigError
+
+
+class Text:
+    """One model's tokenizer. Special tokens are added to prompts as the tokenizer says, and left out of answers."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, prompt: str) -> list[int]:
+        """``ConfigError`` where there is no tokenizer."""
+        if self._tokenizer is None:
+            raise ConfigError(
+                f"found the prompt {prompt[:60]!r}, expected a list of token ids (whole numbers); "
+                "the engine has no tokenizer"
+            )
+        ids: list[int] = self._tokenizer.encode(prompt).ids
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str | None:
+        """None where there is no tokenizer."""
+        if self._tokenizer is None:
+            return None
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+    def pieces(self) -> TextPieces:
+        return TextPieces(self._tokenizer)
+
+
+class TextPieces:
+    """The text of one answer as its tokens come. A character that several tokens make comes with the last of them."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """The text that ``tokens`` add; empty where there is no tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        return "".join(self._stream.step(self._tokenizer, token) or "" for token in tokens)

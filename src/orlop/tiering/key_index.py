@@ -1,0 +1,89 @@
+"""Names of keys in 64 bits, and a map from them that is small: for a store's own index and for the engine's copy of it.
+
+In: whole keys (namespace digest, then packed OffloadKey), small numbers to keep under them. Out: the numbers. Never: a
+key itself, a lock, a file.
+
+Most of the map is a sorted array of names beside an array of values, 16 bytes per key. What has changed since is a
+dictionary, which is merged into new arrays once it has grown to an eighth of them. Two keys with the same name stand
+for each other: with a million keys that is one chance in forty million, it costs a miss, and it is found where the
+chunk is verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+UInt64Array = npt.NDArray[np.uint64]
+
+NOTHING = -1
+LEAST_MERGE = 4096
+
+
+def key_name(key: bytes) -> int:
+    """64 bits that stand for a whole key; never 0."""
+    return xxhash.xxh3_64_intdigest(key) or 1
+
+
+class KeyIndex:
+    """Names to values from 0 up. One thread changes it; others may look, and see each change whole or not at all."""
+
+    def __init__(self) -> None:
+        self._state: tuple[UInt64Array, npt.NDArray[np.int64], dict[int, int]] = (
+            np.empty(0, np.uint64),
+            np.empty(0, np.int64),
+            {},
+        )
+
+    def load(self, names: UInt64Array, values: npt.NDArray[np.int64]) -> None:
+        """Forget all and hold these; ``names`` distinct, in any order."""
+        order = np.argsort(names)
+        self._state = (names[order], values[order], {})
+
+    def get(self, names: Sequence[int]) -> list[int]:
+        """The value of each name, ``NOTHING`` where there is none. Cost: logarithmic per name, and vectorised."""
+        base, values, changed = self._state
+        found = [NOTHING] * len(names)
+        if len(base) and names:
+            wanted = np.array(names, np.uint64)
+            at = np.minimum(np.searchsorted(base, wanted), len(base) - 1)
+            found = np.where(base[at] == wanted, values[at], NOTHING).tolist()
+        if changed:
+            found = [changed.get(name, value) for name, value in zip(names, found, strict=True)]
+        return found
+
+    def set(self, name: int, value: int) -> None:
+        """Keep ``value`` under ``name``; ``NOTHING`` forgets it."""
+        base, _, changed = self._state
+        changed[name] = value
+        if len(changed) > max(LEAST_MERGE, len(base) >> 3):
+            self._merge()
+
+    def items(self) -> tuple[UInt64Array, npt.NDArray[np.int64]]:
+        """All names, sorted, and their values."""
+        self._merge()
+        names, values, _ = self._state
+        return names, values
+
+    def __len__(self) -> int:
+        return len(self.items()[0])
+
+    def _merge(self) -> None:
+        base, values, changed = self._state
+        if not changed:
+            return
+        names = np.fromiter(changed.keys(), np.uint64, len(changed))
+        news = np.fromiter(changed.values(), np.int64, len(changed))
+        order = np.argsort(names)
+        names, news = names[order], news[order]
+        if len(base):
+            at = np.minimum(np.searchsorted(base, names), len(base) - 1)
+            stays = np.ones(len(base), np.bool_)
+            stays[at[base[at] == names]] = False
+            base, values = base[stays], values[stays]
+        names, news = names[news != NOTHING], news[news != NOTHING]
+        where = np.searchsorted(base, names)
+        self._state = (np.insert(base, where, names), np.insert(values, where, news), {})

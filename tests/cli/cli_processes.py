@@ -1,0 +1,47 @@
+"""Commands in processes of their own, run to their end or stopped on the way."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+TIMEOUT_S = 120
+
+
+def orlop(*arguments):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "orlop", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def stopped(signum, said_before, tmp_path, *arguments, has_temporary=True):
+    """Exit code and standard output of a command that gets ``signum`` once its progress says ``said_before``.
+
+    Its temporary directories must be gone afterwards.
+    """
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    ours, theirs = os.openpty()  # progress is shown to terminals only
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "orlop", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            text=True,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "80", "TMPDIR": str(temporary)},
+        )
+        os.close(theirs)
+        said = b""
+        while not re.search(said_before, said):
+            said += terminal.read(1024)
+        assert bool(list(temporary.iterdir())) == has_temporary
+        process.send_signal(signum)
+        out, _ = process.communicate(timeout=TIMEOUT_S)
+    assert list(temporary.iterdir()) == []
+    return process.returncode, out

@@ -1,0 +1,80 @@
+"""Small checkpoints made in code: seeded, float32, a tokenizer of whole words.
+
+In: a folder. Out: a directory that vLLM loads like any other. Never: a download.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+VOCABULARY = 320
+MODEL_TOKENS = 4096
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": MODEL_TOKENS,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+
+def make_llama(folder: Path, seed: int = 7) -> Path:
+    """Full attention in every layer."""
+    from transformers.models.llama.configuration_llama import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    return _save(LlamaForCausalLM, LlamaConfig(**_SIZES), folder, seed)
+
+
+def make_gemma(folder: Path, seed: int = 7, window: int = 256) -> Path:
+    """Sliding-window layers and full layers: two KV groups."""
+    from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
+
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(**_SIZES, sliding_window=window, layer_types=kinds, query_pre_attn_scalar=32)
+    return _save(Gemma3ForCausalLM, config, folder, seed)
+
+
+def _save(model_class: Any, config: Any, folder: Path, seed: int) -> Path:
+    import torch
+
+    torch.manual_seed(seed)
+    model = model_class(config).to(torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.3)  # wide enough that the best token leads clearly
+    model.save_pretrained(folder)
+    _tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", '
+        '"unk_token": "<unk>", "chat_template": "{% for m in messages %}{{ m[\'role\'] }} {{ m[\'content\'] }} '
+        '{% endfor %}"}'
+    )
+    return folder
+
+
+def _tokenizer() -> Any:
+    """``w4`` ... ``w319`` are words, and so are tokens."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    names = ["<pad>", "<s>", "</s>", "<unk>", "user", "assistant", "system"]
+    names += [f"w{n}" for n in range(len(names), VOCABULARY)]
+    tokenizer = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return tokenizer
