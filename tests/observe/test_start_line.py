@@ -92,7 +92,7 @@ def test_the_embedded_engine_shows_what_it_has_done_at_a_port() -> None:
         server.show(observer)
         prompt = list(range(65))
         for wanted in (prompt, list(range(100, 220)), prompt):
-            (result,) = llm.generate([wanted], max_tokens=1)
+            (result,) = llm.generate([wanted], 1)
         assert result.loaded_tokens > 0
         with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60) as answer:
             families = text_string_to_metric_families(answer.read().decode())

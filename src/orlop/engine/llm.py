@@ -370,7 +370,7 @@ class LLM:
 
     def _observe(self, observer: StepObserver, may_be_last: bool) -> None:
         """Nothing that happened stays untold because no further step comes."""
-        if may_be_last and not self.has_work():
+        if may_be_last and not self._is_busy():
             observer.publish(self._clock())
         else:
             observer.tick(self._clock())
