@@ -137,6 +137,36 @@ def test_each_chunk_comes_once_and_goes_once_whatever_fails(geometry: Any, seed:
     assert listener.held["host"] == readable(rig)
 
 
+def test_a_chunk_that_left_and_came_back_since_the_last_look_is_told_in_that_order() -> None:
+    rig = make_tiered_rig(FULL, slots=4, tiers=0, tiering=EVENTS)
+    listener, take = Listener(), rig.scheduler.take_events
+    rig.scheduler.take_events = lambda: ()  # type: ignore[method-assign]
+    for start in (0, 100, 0):
+        rig.store(range(start, start + 16))
+    listener.hear(take())
+    assert [(event.stored, len(event.hashes)) for event in listener.heard] == [
+        (True, 4),
+        (False, 4),
+        (True, 4),
+        (False, 4),
+        (True, 4),
+    ]
+    assert listener.held["host"] == readable(rig)
+
+
+def test_a_tier_that_is_given_a_chunk_again_has_it_once(tmp_path: Path) -> None:
+    with Engine(tmp_path, "again", ONE_GROUP, 1, settings=EVENTS) as engine:
+        listener = listen(engine.runner.scheduler)
+        prompt = list(range(40))
+        engine.serve(prompt)
+        for i in range(1, 7):
+            engine.serve(list(range(100 * i, 100 * i + 61)))  # host memory holds none of it any more
+        written = engine.stats()["written_ok 0:files"]
+        engine.serve(prompt, skip_reading_prefix_cache=True)
+        assert engine.stats()["written_ok 0:files"] == written + 5
+        assert len(listener.held["0:files"]) == 5 + 6 * 7
+
+
 def test_nothing_is_kept_where_events_are_off(tmp_path: Path) -> None:
     with Engine(tmp_path, "off", ONE_GROUP, 1) as engine:
         listener = listen(engine.runner.scheduler)
