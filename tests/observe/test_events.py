@@ -172,7 +172,7 @@ def test_nothing_is_kept_where_events_are_off(tmp_path: Path) -> None:
         listener = listen(engine.runner.scheduler)
         engine.serve(list(range(40)))
         assert listener.heard == []
-        assert engine.manager.tiers[0].tier._announced == set()  # type: ignore[attr-defined]
+        assert engine.manager.tiers[0].tier._announced == {}  # type: ignore[attr-defined]
 
 
 def test_events_that_nobody_takes_end_as_one_that_says_forget_it_all() -> None:
@@ -200,7 +200,7 @@ def test_an_overflow_in_a_tier_makes_it_announce_anew(tmp_path: Path, monkeypatc
         assert engine.stats()["event_overflows 0:files"] >= 1
         listener = Listener()
         listener.hear(events)
-        assert {key[:-4] for key in tier._announced} == {h for _, h in listener.held["0:files"]}
+        assert {key[:-4] for key in tier._announced.values()} == {h for _, h in listener.held["0:files"]}
 
 
 @pytest.mark.parametrize("io_process", [True, False], ids=["process", "threads"])
@@ -229,11 +229,31 @@ def test_a_listener_knows_which_chunks_are_files(tmp_path: Path, io_process: boo
         assert len(listener.held["0:files"]) == 3
 
 
+def test_a_listener_knows_which_chunks_the_slab_has(tmp_path: Path) -> None:
+    tier = {"type": "disk", "path": str(tmp_path), "bytes": "1MiB", "deadline": {"lookup": "60s", "promotion": "60s"}}
+    with Engine(tmp_path, "slab", ONE_GROUP, 1, tier=tier, settings=EVENTS) as engine:
+        listener = listen(engine.runner.scheduler)
+        for i in range(60):
+            engine.serve(list(range(1000 * i, 1000 * i + 61)))
+        known: Any = engine.manager.tiers[0].tier._pump.known  # type: ignore[attr-defined]
+
+        def agree() -> bool:
+            told = [block_hash + bytes(4) for _, block_hash in listener.held["0:disk"]]
+            found = known.find(engine.manager._namespace.digest, told, False)
+            return set(found) == {1} and len(told) == engine.stats()["store_chunks 0:disk"]
+
+        engine.until(agree)
+        assert engine.stats()["store_evicted_chunks 0:disk"] > 0
+
+
 def settle(engine: Engine, listener: Listener, path: Path) -> None:
-    """Until the last removal has come over: they are told before the report of the write that caused them."""
-    engine.runner.scheduler.take_events()
-    there = {bytes.fromhex(p.name)[:-4] for p in chunk_files(path)}
-    assert {block_hash for _, block_hash in listener.held["0:files"]} == there
+    """Until what was removed in the background has come over too."""
+
+    def agree() -> bool:
+        there = {bytes.fromhex(p.name)[:-4] for p in chunk_files(path)}
+        return {block_hash for _, block_hash in listener.held["0:files"]} == there
+
+    engine.until(agree)
 
 
 def test_vllms_keys_of_events_keep_their_meaning() -> None:

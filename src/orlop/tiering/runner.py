@@ -28,9 +28,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from orlop.background import start_thread
 from orlop.core import (
-    DIGEST_BYTES,
     CacheEvent,
     Namespace,
     Outcome,
@@ -58,6 +59,7 @@ from orlop.tiering.io_messages import (
     Cleared,
     FromWorker,
     IoOptions,
+    Keys,
     NotReady,
     Ready,
     Removed,
@@ -68,6 +70,8 @@ from orlop.tiering.io_messages import (
     ToWorker,
     Transfer,
 )
+from orlop.tiering.key_index import key_name
+from orlop.tiering.known_keys import KnownKeys
 
 log = logging.getLogger(__name__)
 
@@ -172,12 +176,13 @@ class TierRunner(SecondaryTierManager):
         self._store_stats: Mapping[str, float] = {}
         self._hung = 0
         self._clears = 0
+        self._clearing = False
         self._namespace: Namespace | None = None
         self._sync_delays = Histogram(SYNC_BOUNDS)
         self._answer_delays = Histogram(ASYNC_BOUNDS)
         self._events = EventLog(options.name)
-        self._announced: set[bytes] = set()
-        """Keys of the events' namespace that were said to be stored and not to have left; empty without events."""
+        self._announced: dict[int, bytes] = {}
+        """Keys of the events' namespace that were said to be stored and not to have left, by name; else empty."""
         self._events_of: bytes | None = None
         """Digest of the namespace that the events are about."""
         self._closed = False
@@ -250,6 +255,11 @@ class TierRunner(SecondaryTierManager):
             if reason:
                 self._counters[f"lookups_refused_{reason}"] += 1
             return TierAnswer(lookup_id, bytes(len(keys)))
+        found = None if self._clearing else self._pump.known.find(namespace.digest, keys, stop_at_miss)
+        if found is not None:
+            self._counters["chunks_hit"] += found.count(1)
+            self._breaker.succeeded(ticket, now, transfer=False)
+            return TierAnswer(lookup_id, found)
         self._asked[lookup_id] = _Asked(len(keys), ticket, now)
         self._pump.post(Ask(lookup_id, tuple(keys), namespace.digest, stop_at_miss))
         return None
@@ -366,6 +376,7 @@ class TierRunner(SecondaryTierManager):
     def clear(self) -> None:
         """What was asked for before is answered with nothing found; the worker removes the bytes."""
         self._clears += 1
+        self._clearing = True
         now = self._clock()
         for lookup_id, asked in self._asked.items():
             self._answers.append(TierAnswer(lookup_id, bytes(asked.keys)))
@@ -399,7 +410,12 @@ class TierRunner(SecondaryTierManager):
             elif isinstance(message, NotReady):
                 self._breaker.trip(now, message.text)
             elif isinstance(message, Removed):
-                self._note_removed(message.key)
+                self._note_removed(key_name(message.key))
+            elif isinstance(message, Keys):
+                for name in np.frombuffer(message.removed, np.uint64).tolist():
+                    self._note_removed(name)
+            elif isinstance(message, Cleared):
+                self._clearing = self._clearing and message.number != self._clears
             elif isinstance(message, StoreStats):
                 self._store_stats = message.values
             elif isinstance(message, _Released):
@@ -464,22 +480,23 @@ class TierRunner(SecondaryTierManager):
         if job.kind is TransferKind.LOAD:
             for key, outcome in zip(job.keys, outcomes, strict=True):
                 if outcome in (Outcome.MISSING, Outcome.CORRUPT):
-                    self._note_removed(job.namespace.digest + key)
+                    self._note_removed(key_name(job.namespace.digest + key))
             return
         kept = [key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome is Outcome.OK]
-        fresh = [key for key in kept if key not in self._announced]
+        named = {key_name(job.namespace.digest + key): key for key in kept}
+        fresh = {name: key for name, key in named.items() if name not in self._announced}
         self._announced.update(fresh)
-        if not self._events.stored(job.group, [key[:-4] for key in fresh]):
+        if not self._events.stored(job.group, [key[:-4] for key in fresh.values()]):
             self._announced.clear()
 
-    def _note_removed(self, full_key: bytes) -> None:
-        """An event for a key, its namespace's digest first, that has left and was said to be there."""
-        digest, key = full_key[:DIGEST_BYTES], full_key[DIGEST_BYTES:]
-        if digest == self._events_of and key in self._announced:
-            self._announced.remove(key)
-            block_hash, group = unpack_key(key)
-            if not self._events.removed(group, [block_hash]):
-                self._announced.clear()
+    def _note_removed(self, name: int) -> None:
+        """An event for a key that has left, where it was said to be there."""
+        key = self._announced.pop(name, None)
+        if key is None:
+            return
+        block_hash, group = unpack_key(key)
+        if not self._events.removed(group, [block_hash]):
+            self._announced.clear()
 
     def _turn_events_to(self, digest: bytes) -> None:
         """Events are about this namespace from now on: what was stored in another is not found any more."""
@@ -542,7 +559,9 @@ class Pump:
         io_process: bool,
         notify: Callable[[], None],
     ) -> None:
-        self.arrived: deque[_Settled | _Released | Answer | NotReady | Removed | StoreStats] = deque()
+        self.arrived: deque[_Settled | _Released | Answer | NotReady | Keys | Cleared | Removed | StoreStats] = deque()
+        self.known = KnownKeys()
+        """Of a store that tells them; the owner writes it, the engine's thread reads it."""
         self.restarts = 0
         self._options = options
         self._region = region
@@ -699,6 +718,7 @@ class Pump:
 
     def _bury(self, link: Link, was_ready: bool) -> list[int] | None:
         """Report what a worker that has ended owes; the jobs whose slots it still may touch, None where it is gone."""
+        self.known.drop()
         gone = link.end(KILL_GRACE_S)
         reason = "the tier was shut down before it was done" if self._stopping.is_set() else link.epitaph()
         with self._lock:
@@ -757,6 +777,11 @@ class Pump:
             with self._lock:
                 if self._clear is not None and self._clear.number == message.number:
                     self._clear = None
+            self.arrived.append(message)
+        elif isinstance(message, Keys):
+            self.known.take(message)
+            if self._options.events and message.removed:
+                self.arrived.append(message)
         elif isinstance(message, Ready):
             self.not_ready = None
             self._decided.set()
