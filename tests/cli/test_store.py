@@ -91,6 +91,15 @@ def test_looking_changes_nothing(tier, orlop):
     assert state() == before
 
 
+def test_a_pipe_in_the_place_of_any_file_is_not_waited_for(tier, orlop):
+    os.mkfifo(tier / "v1" / "tmp" / "pipe.lock")
+    os.mkfifo(tier / "pipe.json")
+    first = chunk_files(tier)[0]
+    os.unlink(first)
+    os.mkfifo(first)
+    assert "32 chunks" in orlop("inspect", tier)[1]
+
+
 def damage(path, how):
     content = bytearray(path.read_bytes())
     if how == "payload_checksum":

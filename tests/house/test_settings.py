@@ -16,7 +16,6 @@ OWNERS = {"config": OrlopConfig, "host": HostConfig, "tier": TierConfig, "deadli
 NOT_READ = {
     "config.hash": "an engine's to honour; the one value that joins is what the embedded engine does",
     "config.weights": "for an engine whose weights are files; the one value that joins is what such an engine does",
-    "tier.policy": "the schema lets through what the stores do, and nothing else",
 }
 
 

@@ -33,7 +33,7 @@ from orlop.core import Geometry, JobReport, KVGroup, TransferJob, TransferKind, 
 from orlop.host.tier import SlotState
 from orlop.testing.request_runner import EngineRequest, StepOutput
 from orlop.testing.rig import FULL, HYBRID, PAIRS
-from orlop.tiering import io_worker
+from orlop.tiering import io_worker, key_index
 
 MIXED = Geometry((KVGroup(0, 4), KVGroup(1, 8, sliding_window=12), KVGroup(2, 4, sliding_window=5)), 4, 2)
 GEOMETRIES = {"full": FULL, "pairs": PAIRS, "hybrid": HYBRID, "mixed": MIXED}
@@ -576,7 +576,7 @@ def run_walks(walks: int, number: int) -> None:
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short runs are enough for jobs of several parts and lookups of several questions."""
     monkeypatch.setattr(io_worker, "PART_CHUNKS", 2)
-    monkeypatch.setattr(io_worker, "FIRST_PROBE", 2)
+    monkeypatch.setattr(key_index, "FIRST_PROBE", 2)
 
 
 @pytest.mark.fault("B001")

@@ -385,5 +385,5 @@ def _kept_reference(path: Path, fingerprint: str) -> RunReport | None:
         fields = kept["report"]
         tokens = {request_id: tuple(generated) for request_id, generated in fields["tokens"].items()}
         return RunReport(**fields | {"tokens": tokens, "first_token_s": tuple(fields["first_token_s"])})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

@@ -20,7 +20,7 @@ def read_settings(path: Path) -> Mapping[str, Any]:
         settings = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read: {error.strerror}; give a JSON file of settings") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: found no JSON ({error}), expected one JSON object of settings") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: found {type(settings).__name__}, expected one JSON object of settings")

@@ -448,11 +448,11 @@ class OffloadingConnectorScheduler:
         for reservation, loading in zip(reservations, self._chunks_being_loaded, strict=True):
             loading.update(dict.fromkeys(reservation.hashes, job.job_id))
         state.load_base = on_device
-        self._count_chunks(reservations)
         # By the group that has most to load: the others lack what lies before their windows.
         widest = max(reservations, key=lambda r: len(r.slots) * self.geometry.chunk_tokens(r.group))
         state.load_origins = self._origins(widest, num_external_tokens)
         self._count_origins(state.load_origins)
+        self._count_chunks(reservations)
         self._current_batch_load_jobs.append(
             TransferJob(job.job_id, state.context.req_id, TransferKind.LOAD, tuple(transfers), doomed=short)
         )

@@ -79,8 +79,11 @@ class OffloadingManager(ABC):
         """
 
     @abstractmethod
-    def touch(self, run: KeyRun, context: ReqContext) -> None:
-        """The chunks of ``run`` were of use: keep them longer; the first chunk longest."""
+    def touch(self, run: KeyRun, context: ReqContext, *, now: float) -> None:
+        """The chunks of ``run`` were of use: keep them longer; the first chunk longest.
+
+        ``prepare_load`` and ``prepare_store`` imply it for what of their run is readable.
+        """
 
     @abstractmethod
     def prepare_load(self, run: KeyRun, context: ReqContext, *, now: float) -> Reservation:

@@ -177,6 +177,19 @@ class Report(NamedTuple):
     released: bool = True
 
 
+class Keys(NamedTuple):
+    """What a store that watches its keys has to say: ``key_name`` of what came and of what went, 8 bytes each.
+
+    ``reset``: all that was said before is void. ``more``: the rest of this change follows; a reset is of use with its
+    last piece only.
+    """
+
+    added: bytes
+    removed: bytes
+    reset: bool
+    more: bool
+
+
 class Cleared(NamedTuple):
     number: int
 
@@ -188,7 +201,7 @@ class StoreStats(NamedTuple):
 
 
 ToWorker = Transfer | Ask | Touch | Clear | Bye
-FromWorker = Ready | NotReady | Answer | Report | Cleared | StoreStats
+FromWorker = Ready | NotReady | Answer | Report | Keys | Cleared | StoreStats
 
 
 # --- the wire -----------------------------------------------------------------------------------------

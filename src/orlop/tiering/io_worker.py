@@ -36,7 +36,7 @@ from orlop.core import PAGE_BYTES, Namespace, Outcome
 from orlop.errors import ConfigError, EnvelopeError, MissingExtra, OrlopError, StoreError
 from orlop.host.region import HostRegion
 from orlop.tiering import envelope
-from orlop.tiering.base import ChunkStore
+from orlop.tiering.base import ChunkStore, KeyChange
 from orlop.tiering.io_messages import (
     OUTCOME_CODES,
     Answer,
@@ -46,6 +46,7 @@ from orlop.tiering.io_messages import (
     Cleared,
     FromWorker,
     IoOptions,
+    Keys,
     NotReady,
     Ready,
     Report,
@@ -55,13 +56,13 @@ from orlop.tiering.io_messages import (
     ToWorker,
     Transfer,
 )
+from orlop.tiering.key_index import probe
 
 log = logging.getLogger(__name__)
 
 PART_BYTES = 4 << 20
 PART_CHUNKS = 32
-FIRST_PROBE = 32
-LARGEST_PROBE = 1024
+KEYS_PER_MESSAGE = 65_536
 MOST_TOUCHES = 256
 STATS_EVERY_S = 1.0
 COUNT_AGAIN_S = 0.02
@@ -487,19 +488,13 @@ class IoWorker:
             return self._asks.popleft()
 
     def _probe(self, store: ChunkStore, ask: Ask) -> bytes:
-        """Most runs miss early or are there in whole: begin small, double while everything is there."""
-        found = bytearray()
-        size = FIRST_PROBE if ask.stop_at_miss else len(ask.keys)
-        while len(found) < len(ask.keys):
-            keys = ask.keys[len(found) : len(found) + size]
+        def contains(keys: Sequence[bytes]) -> Sequence[bool]:
             there = store.contains([ask.digest + key for key in keys])
             if len(there) != len(keys):
                 raise StoreError(f"contains: found {len(there)} answers, expected {len(keys)}")
-            found += bytes(map(bool, there))
-            if ask.stop_at_miss and (miss := found.find(0)) >= 0:
-                return bytes(found[: miss + 1])
-            size = min(2 * size, LARGEST_PROBE)
-        return bytes(found)
+            return there
+
+        return probe(ask.keys, ask.stop_at_miss, contains)
 
     def _touch(self, touch: Touch) -> None:
         try:
@@ -565,9 +560,19 @@ class IoWorker:
             return self._store
         with self._building:
             if self._store is None:
-                self._store = self._spec.build()
+                store = self._spec.build()
+                store.watch(self._tell_keys)
+                self._store = store
                 self._send(Ready())
             return self._store
+
+    def _tell_keys(self, change: KeyChange) -> None:
+        """In pieces that are small on the wire; a store says its changes one after the other, so they stay together."""
+        count = max(len(change.added), len(change.removed), 1)
+        for start in range(0, count, KEYS_PER_MESSAGE):
+            stop = start + KEYS_PER_MESSAGE
+            added, removed = change.added[start:stop].tobytes(), change.removed[start:stop].tobytes()
+            self._send(Keys(added, removed, reset=change.reset and start == 0, more=stop < count))
 
     def _maybe_stats(self) -> None:
         now = self._clock()

@@ -11,7 +11,7 @@ chunk is verified.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +21,29 @@ UInt64Array = npt.NDArray[np.uint64]
 
 NOTHING = -1
 LEAST_MERGE = 4096
+FIRST_PROBE = 32
+LARGEST_PROBE = 1024
 
 
 def key_name(key: bytes) -> int:
     """64 bits that stand for a whole key; never 0."""
     return xxhash.xxh3_64_intdigest(key) or 1
+
+
+def probe(keys: Sequence[bytes], stop_at_miss: bool, contains: Callable[[Sequence[bytes]], Sequence[bool]]) -> bytes:
+    """One byte per key, 1 where ``contains`` says so; with ``stop_at_miss`` up to the first 0.
+
+    Most runs miss early or are there in whole: it begins small and doubles while everything is there.
+    """
+    found = bytearray()
+    size = FIRST_PROBE if stop_at_miss else len(keys)
+    while len(found) < len(keys):
+        there = contains(keys[len(found) : len(found) + size])
+        found += bytes(map(bool, there))
+        if stop_at_miss and (miss := found.find(0)) >= 0:
+            return bytes(found[: miss + 1])
+        size = min(2 * size, LARGEST_PROBE)
+    return bytes(found)
 
 
 class KeyIndex:

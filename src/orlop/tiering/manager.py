@@ -55,6 +55,9 @@ ABSENT, WRITING, READY = 0, 1, 2
 NOWHERE = -1
 FEW = 256
 """A list of deadlines keeps at most so many entries of what is over, and as many more as are not."""
+TOUCH_AGAIN_S = 30.0
+MOST_TOUCHES_PER_STEP = 1024
+"""A tier is told of the use of a chunk that host memory serves at most so often, and of so many chunks in one step."""
 MAX_ASKS_PER_GROUP = 8
 """A life asks the tiers so often per group at most; then what is not readable is a miss."""
 
@@ -133,6 +136,9 @@ class TieringManager(OffloadingManager):
         self._lease_budget = 0
         self._brought_by = np.zeros(host.slots, dtype=np.int8)
         """Per slot 1 + the index of the tier that filled it and that no load has been credited to yet."""
+        self._touched_at = np.full(host.slots, -math.inf)
+        """Per slot when the tiers were last told that what it holds is of use."""
+        self._touches_left = MOST_TOUCHES_PER_STEP
         self._events: list[CacheEvent] = []
         self._next_number = 1
 
@@ -274,8 +280,25 @@ class TieringManager(OffloadingManager):
                 waits = ((other.wait_until, number) for number, other in self._lives.items())
                 self._lease_ends = sorted((until, number) for until, number in waits if until is not None)
 
-    def touch(self, run: KeyRun, context: ReqContext) -> None:
+    def touch(self, run: KeyRun, context: ReqContext, *, now: float) -> None:
         self.host.touch(run)
+        if self.tiers:
+            self._touch_below(run, self.host.slots_of(run), context, now)
+
+    def _touch_below(self, run: KeyRun, slots: Int64Array, context: ReqContext, now: float) -> None:
+        """Tell the tiers of chunks that are of use here, or what is hot would be the oldest there; the start first.
+
+        ``slots[i]`` holds chunk ``run.start + i``, -1: it is not there.
+        """
+        due = np.flatnonzero((slots >= 0) & (now - self._touched_at[slots] >= TOUCH_AGAIN_S))[: self._touches_left]
+        if not len(due) or context.life not in self._lives:
+            return
+        self._touches_left -= len(due)
+        self._touched_at[slots[due]] = now
+        tail = run.group.to_bytes(4, "big")
+        keys = [run.hashes[run.start + i] + tail for i in due.tolist()]
+        for entry in self.tiers:
+            entry.tier.touch(keys, context)
 
     # --- device transfers ---------------------------------------------------------------------------------------
 
@@ -284,6 +307,8 @@ class TieringManager(OffloadingManager):
         stop = run.start + len(slots)
         self.host.hold(slots)
         self.host.touch_slots(slots)
+        if self.tiers:
+            self._touch_below(run, slots, context, now)
         life = self._lives.get(context.life)
         if life is not None:
             self._drop_wants(life)
@@ -298,7 +323,7 @@ class TieringManager(OffloadingManager):
             self.host.unhold(reservation.slots)
 
     def prepare_store(self, run: KeyRun, context: ReqContext, *, now: float) -> StorePlan:
-        absent, settled = self._look_over(run)
+        absent, settled = self._look_over(run, context, now)
         if absent and self.options.store_after > 1:
             admitted = self._host_admission.admit([run.hashes[c] for c in absent])
             self.counters["stores_skipped"] += len(absent) - sum(admitted)
@@ -315,6 +340,7 @@ class TieringManager(OffloadingManager):
             return StorePlan(None, settled)
         reservation = self._reserve(TransferKind.STORE, context, run, np.array(absent, dtype=np.int64), slots, {})
         self._brought_by[slots] = 0
+        self._touched_at[slots] = now
         writer = _Writer()
         self._writers[slots] = writer
         self._open[reservation.number].writer = writer
@@ -342,13 +368,13 @@ class TieringManager(OffloadingManager):
         if self._close(reservation):
             self.host.unhold(reservation.slots)
 
-    def _look_over(self, run: KeyRun) -> tuple[list[int], int]:
+    def _look_over(self, run: KeyRun, context: ReqContext, now: float) -> tuple[list[int], int]:
         """The chunks of an offer that are not there, and the index of the first that somebody else is writing."""
         if len(run) == 1 and self.host.slot_state(run.group, run.hashes[run.start]) is None:
             return [run.start], run.stop  # what every decoding request offers when it fills a chunk
         states = np.frombuffer(self.host.states(run), dtype=np.uint8)
         if (states == READY).any():
-            self.host.touch(run)  # of use to the device just now, wherever it got them from
+            self.touch(run, context, now=now)  # of use to the device just now, wherever it got them from
         writing = np.flatnonzero(states == WRITING)
         settled = run.start + int(writing[0]) if len(writing) else run.stop
         return (np.flatnonzero(states == ABSENT) + run.start).tolist(), settled
@@ -445,6 +471,7 @@ class TieringManager(OffloadingManager):
             self._serve_wants(now)
         for entry in self.tiers:
             entry.tier.on_schedule_end(now=now)
+        self._touches_left = MOST_TOUCHES_PER_STEP
 
     def _read_reports(self, index: int, tier: SecondaryTierManager, now: float) -> None:
         for answer in tier.get_answers():
@@ -681,6 +708,7 @@ class TieringManager(OffloadingManager):
         )
         writer = _Writer()
         self._writers[slots] = writer
+        self._touched_at[slots] = now
         self._track(job, tier, now + entry.promotion_s, writer)
         entry.tier.submit_load(job, now=now)
         return True

@@ -46,6 +46,7 @@ from orlop.tiering.io_messages import (
     Cleared,
     FromWorker,
     IoOptions,
+    Keys,
     NotReady,
     Ready,
     Report,
@@ -55,6 +56,7 @@ from orlop.tiering.io_messages import (
     ToWorker,
     Transfer,
 )
+from orlop.tiering.known_keys import KnownKeys
 
 log = logging.getLogger(__name__)
 
@@ -157,6 +159,7 @@ class TierRunner(SecondaryTierManager):
         self._store_stats: Mapping[str, float] = {}
         self._hung = 0
         self._clears = 0
+        self._clearing = False
         self._namespace: Namespace | None = None
         self._sync_delays = Histogram(SYNC_BOUNDS)
         self._answer_delays = Histogram(ASYNC_BOUNDS)
@@ -230,6 +233,11 @@ class TierRunner(SecondaryTierManager):
             if reason:
                 self._counters[f"lookups_refused_{reason}"] += 1
             return TierAnswer(lookup_id, bytes(len(keys)))
+        found = None if self._clearing else self._pump.known.find(namespace.digest, keys, stop_at_miss)
+        if found is not None:
+            self._counters["chunks_hit"] += found.count(1)
+            self._breaker.succeeded(ticket, now, transfer=False)
+            return TierAnswer(lookup_id, found)
         self._asked[lookup_id] = _Asked(len(keys), ticket, now)
         self._pump.post(Ask(lookup_id, tuple(keys), namespace.digest, stop_at_miss))
         return None
@@ -339,6 +347,7 @@ class TierRunner(SecondaryTierManager):
     def clear(self) -> None:
         """What was asked for before is answered with nothing found; the worker removes the bytes."""
         self._clears += 1
+        self._clearing = True
         now = self._clock()
         for lookup_id, asked in self._asked.items():
             self._answers.append(TierAnswer(lookup_id, bytes(asked.keys)))
@@ -368,6 +377,8 @@ class TierRunner(SecondaryTierManager):
                 self._take_answer(message, now)
             elif isinstance(message, NotReady):
                 self._breaker.trip(now, message.text)
+            elif isinstance(message, Cleared):
+                self._clearing = self._clearing and message.number != self._clears
             elif isinstance(message, StoreStats):
                 self._store_stats = message.values
             elif isinstance(message, _Released):
@@ -477,7 +488,9 @@ class Pump:
         io_process: bool,
         notify: Callable[[], None],
     ) -> None:
-        self.arrived: deque[_Settled | _Released | Answer | NotReady | StoreStats] = deque()
+        self.arrived: deque[_Settled | _Released | Answer | NotReady | Cleared | StoreStats] = deque()
+        self.known = KnownKeys()
+        """Of a store that tells them; the owner writes it, the engine's thread reads it."""
         self.restarts = 0
         self._options = options
         self._region = region
@@ -634,6 +647,7 @@ class Pump:
 
     def _bury(self, link: Link, was_ready: bool) -> list[int] | None:
         """Report what a worker that has ended owes; the jobs whose slots it still may touch, None where it is gone."""
+        self.known.drop()
         gone = link.end(KILL_GRACE_S)
         reason = "the tier was shut down before it was done" if self._stopping.is_set() else link.epitaph()
         with self._lock:
@@ -692,6 +706,9 @@ class Pump:
             with self._lock:
                 if self._clear is not None and self._clear.number == message.number:
                     self._clear = None
+            self.arrived.append(message)
+        elif isinstance(message, Keys):
+            self.known.take(message)
         elif isinstance(message, Ready):
             self.not_ready = None
             self._decided.set()

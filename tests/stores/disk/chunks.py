@@ -5,6 +5,7 @@ In: numbers and versions. Out: keys, headers, payloads, and the verdict on what 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import cache
 
@@ -63,14 +64,14 @@ def load(
 
     What verifies and is not what any version of this number is, fails the test at once.
     """
-    headers, views = _buffers(len(numbers), nbytes)
+    headers, views = _buffers(len(numbers), nbytes, threading.get_ident())
     outcomes = out_of.read_into([key_of(number) for number in numbers], headers, views)
     return [_judge(*answer, nbytes) for answer in zip(numbers, outcomes, headers, views, strict=True)]
 
 
 @cache
-def _buffers(count: int, nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
-    """Made once: thousands of reads fill the same ones."""
+def _buffers(count: int, nbytes: int, thread: int) -> tuple[list[memoryview], list[memoryview]]:
+    """Made once per thread: thousands of reads fill the same ones."""
     whole = buffer(count * (envelope.HEADER_BYTES + nbytes))
     starts = range(0, len(whole), envelope.HEADER_BYTES + nbytes)
     headers = [whole[start : start + envelope.HEADER_BYTES] for start in starts]

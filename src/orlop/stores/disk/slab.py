@@ -34,7 +34,7 @@ from orlop.stores.disk.format import PLACE_BITS, SegmentShape
 from orlop.tiering.key_index import NOTHING, KeyIndex, UInt64Array
 
 CELL_MASK = (1 << PLACE_BITS) - 1
-EXTENT_BYTES = 1 << 20
+EXTENT_BYTES = 4 << 20
 LEAST_EXTENTS = 16
 SMALL_SEGMENT_BYTES = 4 << 20
 MakePolicy = Callable[[int], EvictionPolicy]

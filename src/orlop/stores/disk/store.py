@@ -480,12 +480,13 @@ class DiskStore(ChunkStore):
             return False
         with directory_lock(self._root):
             shape = self._next_shape(room, cell_bytes)
-            files = self._make_segment(room, shape) if shape is not None else None
-        if shape is None or files is None:
+            made = self._make_segment(room, shape) if shape is not None else None
+        if made is None:
             return False
+        shape, cells, index = made
         with self._lock:
             room.slab.add(shape)
-            room.files[shape.number] = files
+            room.files[shape.number] = (cells, index)
             room.next_number += 1
         return True
 
@@ -512,11 +513,11 @@ class DiskStore(ChunkStore):
             return None
         return shape
 
-    def _make_segment(self, room: _Room, shape: SegmentShape) -> tuple[File, File] | None:
+    def _make_segment(self, room: _Room, shape: SegmentShape) -> tuple[SegmentShape, File, File] | None:
         """The largest half, quarter ... of it that the disk has room for."""
         for _ in range(_HALVINGS):
             try:
-                return self._make_files(room, shape)
+                return shape, *self._make_files(room, shape)
             except OSError as error:
                 if error.errno not in FULL:
                     raise
