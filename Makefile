@@ -13,7 +13,7 @@ CRASH_ROUNDS ?= 60
 DISK_KILLS ?= 1000
 DISK_DAMAGES ?= 10000
 
-.PHONY: setup demo test lint types bench dist dist-vllm test-vllm test-vllm-scheduler docs crash damage clean
+.PHONY: setup demo test lint types bench dist dist-vllm test-vllm test-vllm-scheduler docs readme crash damage clean
 
 setup: $(VENV)/.ready
 
@@ -39,7 +39,12 @@ types: setup
 
 docs: setup
 	$(BIN)/python tools/settings_reference.py
+	$(BIN)/python tools/metrics_reference.py
 	$(BIN)/python tools/fault_table.py
+
+# The table and the picture of the demo, measured on this machine.
+readme: setup
+	$(BIN)/python tools/demo_in_readme.py
 
 # The short form of every measurement. Beside vLLM's own code it runs in that one's environment.
 bench: setup $(VENV_VLLM)/.ready
@@ -75,7 +80,7 @@ $(VENV_VLLM)/.ready: pyproject.toml
 	$(VENV_VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	$(VENV_VLLM)/bin/python -m pip install -q --disable-pip-version-check --no-deps -e .
 	$(VENV_VLLM)/bin/python -m pip install -q --disable-pip-version-check \
-		'numpy>=1.26' 'pydantic>=2.11' 'xxhash>=3.4' 'typer>=0.12' 'rich>=13' \
+		'numpy>=1.26' 'pydantic>=2.11' 'xxhash>=3.4' 'typer>=0.12' 'rich>=13' 'prometheus-client>=0.21' \
 		'pytest>=8' 'hypothesis>=6.100'
 	touch $@
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from orlop.connector import OffloadingConnector
     from orlop.core import EngineSpec, KVGroup, OffloadingConnectorMetadata, WorkerOutput
     from orlop.engine.llm import LLM, EngineConfig
+    from orlop.engine.sampling import SamplingParams
     from orlop.errors import ConfigError, OrlopError, ResourceError, TierUnavailable
     from orlop.tiering.base import ChunkStore, OffloadingManager, SecondaryTierManager
     from orlop.worker.base import CopyBackend
@@ -35,6 +36,7 @@ _HOMES = {
     "OrlopConfig": "orlop.config",
     "OrlopError": "orlop.errors",
     "ResourceError": "orlop.errors",
+    "SamplingParams": "orlop.engine.sampling",
     "SecondaryTierManager": "orlop.tiering.base",
     "TierConfig": "orlop.config",
     "TierUnavailable": "orlop.errors",
@@ -57,6 +59,7 @@ __all__ = [
     "OrlopConfig",
     "OrlopError",
     "ResourceError",
+    "SamplingParams",
     "SecondaryTierManager",
     "TierConfig",
     "TierUnavailable",

@@ -34,6 +34,7 @@ from orlop.core import (
     SchedulerOutput,
     WorkerOutput,
 )
+from orlop.counting import SYNC_BOUNDS, Histogram, Stats
 from orlop.errors import ConfigError, TierUnavailable
 from orlop.host.limits import free_bytes, memory_limit_bytes
 from orlop.host.policies import load_policy
@@ -53,6 +54,10 @@ log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 60.0
 """How long the parts of one engine wait for each other at start."""
 TIER_START_TIMEOUT_S = 10.0
+HELD = {"store_chunks", "store_bytes", "store_limit_bytes"}
+"""What a store says of itself that the start line tells."""
+COUNT_TIMEOUT_S = 1.0
+"""How long the start line waits for tiers that still look through what they hold."""
 LEAST_SLOTS = 4
 LEAST_LOOKUP_LIMIT_S = 5.0
 LEAST_MAX_RETIRED = 64
@@ -70,6 +75,9 @@ class OffloadingConnector:
         self._clock = clock
         self._region: HostRegion | None = None
         self._scheduler_half: OffloadingConnectorScheduler | None = None
+        self._lookup_delays = Histogram(SYNC_BOUNDS)
+        self._troubles: dict[str, str] = {}
+        """Tiers that are out of service at start, and why."""
         self._worker_half: OffloadingConnectorWorker | None = None
         self._closed = False
 
@@ -101,7 +109,10 @@ class OffloadingConnector:
         self._scheduler.on_new_request(request, now=self._clock())
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens, now=self._clock())
+        now = self._clock()
+        answer = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens, now=now)
+        self._lookup_delays.observe(self._clock() - now)
+        return answer
 
     def update_state_after_alloc(self, request: Request, blocks: Blocks, num_external_tokens: int) -> None:
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens, now=self._clock())
@@ -117,6 +128,11 @@ class OffloadingConnector:
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler.has_pending_push_work()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is alive, and nothing is on its way."""
+        return self._scheduler.is_idle
 
     def reset_cache(self, device_cleared: bool = True) -> None:
         """Nothing from before is served; the new generation is drawn from the system's random source.
@@ -138,8 +154,22 @@ class OffloadingConnector:
     def take_events(self) -> Iterable[CacheEvent]:
         return self._scheduler.take_events()
 
-    def get_stats(self) -> Mapping[str, float]:
-        return self._scheduler.get_stats()
+    def get_stats(self) -> Stats:
+        """All counters, gauges and histograms; ``orlop.counting`` says how keys read, docs/reference/metrics.md what
+        they mean. Costs the same whatever is running or stored, but is not meant for every step.
+        """
+        stats = dict(self._scheduler.get_stats())
+        stats.update(self._lookup_delays.stats("lookup_sync_seconds"))
+        overdue = [
+            at for key in ("jobs_overdue_at", "tier_jobs_overdue_at") if (at := stats.pop(key, None)) is not None
+        ]
+        stats["retired_seconds"] = self._clock() - min(overdue) if overdue else 0.0
+        geometry = self._scheduler.geometry
+        stats.update({f"chunk_tokens {g.index}": geometry.chunk_tokens(g.index) for g in geometry.groups})
+        if self._region is not None:
+            stats["slot_bytes"] = self._region.layout.slot_bytes
+            stats["slots_usable"] = self._region.usable_slots
+        return stats
 
     def check(self) -> None:
         """Recount the books of this half; ``InvariantError`` where they do not add up. For tests and tools."""
@@ -294,7 +324,7 @@ class OffloadingConnector:
             payloads,
             store_after=config.host.store_after,
             keep_tiers_on_reset=config.keep_tiers_on_reset,
-            events=spec.events,
+            events=config.events or spec.events,
             usable_slots=lambda: region.usable_slots,
         )
         self._manager = TieringManager(host, entries, fingerprint.namespace, FIRST_GENERATION, options)
@@ -310,21 +340,56 @@ class OffloadingConnector:
                 promotion_wait_s=max((e.promotion_s for e in entries), default=5.0),
             ),
         )
-        log.info(
-            "offloading is on: host %d bytes in %d chunks of %d bytes (%d blocks each); tiers: %s; namespace %s",
-            layout.slots * layout.slot_bytes,
-            layout.slots,
-            layout.slot_bytes,
-            layout.blocks_per_chunk,
-            ", ".join(e.tier.name for e in entries) or "none",
-            fingerprint.namespace().digest.hex(),
-        )
+        self._say_what_is_on(layout, entries, fingerprint)
+
+    def _say_what_is_on(self, layout: RegionLayout, entries: Sequence[TierEntry], fingerprint: Fingerprint) -> None:
+        """The start line: what is on, and what is off and why."""
+        stored_until = time.monotonic() + COUNT_TIMEOUT_S
+        tiers = [self._describe_tier(entry, stored_until) for entry in entries]
+        tokens = self._scheduler.geometry.chunk_tokens(0)
+        parts = [
+            f"offloading is on: host {layout.slots * layout.slot_bytes} bytes in {layout.slots} chunks of "
+            f"{layout.slot_bytes} bytes ({layout.blocks_per_chunk} blocks, {tokens} tokens each), "
+            f"policy {self.config.host.policy}",
+            f"tiers: {', '.join(tiers) or 'none'}",
+            f"namespace {fingerprint.namespace().digest.hex()}",
+            f"off: {', '.join(self._what_is_off()) or 'nothing'}",
+        ]
+        log.info("%s", "; ".join(parts))
+
+    def _describe_tier(self, entry: TierEntry, stored_until: float) -> str:
+        tier = entry.tier
+        text = tier.name if entry.store else f"{tier.name} (read only)"
+        if tier.name in self._troubles or not isinstance(tier, TierRunner):
+            return text
+        if not tier.wait_counted(max(0.0, stored_until - time.monotonic())):
+            return f"{text}, what it holds is not known yet"
+        stats = tier.get_stats()
+        if not stats.keys() >= HELD:
+            return text
+        chunks, nbytes, limit = (stats[f"store_{name}"] for name in ("chunks", "bytes", "limit_bytes"))
+        return f"{text} with {chunks:.0f} chunks in {nbytes:.0f} of {limit:.0f} bytes"
+
+    def _what_is_off(self) -> list[str]:
+        off = []
+        if self.config.tiers and not self.spec.persistent:
+            off.append(
+                f"tiers ({self.spec.volatile or 'nothing tells these weights apart from others: set weights_id'})"
+            )
+        if not self.config.offload_decode:
+            off.append("chunks that generated tokens fill (offload_decode)")
+        if not self.spec.prefix_caching:
+            off.append("sharing of blocks on the device (the engine's prefix caching)")
+        off += [f"tier {name} for now ({trouble})" for name, trouble in self._troubles.items()]
+        return off
 
     def _persistent_tiers(self) -> tuple[TierConfig, ...]:
         if self.config.tiers and not self.spec.persistent:
             log.warning(
-                "tiers are off: the weights come from no file and nothing tells them apart from others; "
-                "set weights_id to a name for them"
+                "tiers are off: %s",
+                self.spec.volatile
+                or "the weights come from no file and nothing tells them apart from others; set weights_id to a name "
+                "for them",
             )
             return ()
         return self.config.tiers
@@ -345,6 +410,7 @@ class OffloadingConnector:
             lookup_limit_s=max(LEAST_LOOKUP_LIMIT_S, tier.deadline.lookup_s),
             load_wait_s=tier.deadline.promotion_s,
             store_wait_s=tier.deadline.cascade_s,
+            events=(self.config.events or self.spec.events) and tier.events,
         )
         spec = StoreSpec(STORES.get(tier.type, tier.type), {k: v for k, v in kwargs.items() if v is not None})
         runner = TierRunner(options, region, spec, io_process=self.config.io_process, clock=self._clock)
@@ -359,6 +425,7 @@ class OffloadingConnector:
             runner.shutdown(0.0)
             raise
         if trouble:
+            self._troubles[name] = trouble
             log.warning("tier %s is off for now and comes back by itself: %s", name, trouble)
         elif tier.path:
             self._describe(name, tier.path, fingerprint)

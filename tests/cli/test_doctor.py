@@ -56,7 +56,7 @@ def test_without_settings_the_machine_alone_is_looked_at(capsys):
 
 
 def test_a_host_tier_that_cannot_be_had_fails_with_a_size_that_can(examine, monkeypatch):
-    limits = [Limit("the machine", 10**12, 10**11), Limit("a cgroup", 10**10, 5 * 10**9)]
+    limits = [Limit("the machine", 10**10, 9 * 10**9), Limit("a cgroup", 10**11, 5 * 10**9)]
     monkeypatch.setattr(machine, "memory_limits", lambda: limits)
     exit_code, found, _ = examine({"host": "64GB"})
     assert exit_code == 1
@@ -71,6 +71,7 @@ def test_a_host_tier_that_cannot_be_had_fails_with_a_size_that_can(examine, monk
     ("settings", "says"),
     [
         ("{", "found no JSON"),
+        ('{"host":' * 100_000, "found no JSON"),
         ('{"hots": "1GB"}', "did you mean host"),
         ('{"files": {"path": "/x"}}', "tiers.0.bytes"),
     ],

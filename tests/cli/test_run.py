@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 
 import pytest
 from cli_processes import TIMEOUT_S, orlop, stopped
@@ -119,6 +123,8 @@ def test_the_table_has_a_column_per_run(trace, tmp_path, scheduling):
         (["--trace", "{trace}", "--output", "{dir}/no/such"], "--output {dir}/no/such: cannot be written: No such"),
         (["--trace", "{trace}", "--prompts", "{trace}"], "found --prompts and --trace, expected one of them"),
         ([], "found neither --prompts nor --trace"),
+        (["--trace", "{trace}", "--metrics-port", "{port}"], "metrics port: found {port} on 127.0.0.1 not to be had"),
+        (["--trace", "{trace}", "--metrics-port", "0", "--no-offload"], "found --metrics-port and --no-offload"),
         (["--prompts", "{dir}/missing"], "--prompts {dir}/missing: cannot be read: No such file"),
         (["--prompts", "{dir}/broken"], "broken, line 1: found no JSON"),
         (["--prompts", "{dir}/text"], "text, line 1: found the prompt 'hello', expected a list of token ids"),
@@ -132,14 +138,50 @@ def test_what_a_user_can_put_right_is_one_line_and_exit_code_2(trace, tmp_path, 
     (tmp_path / "small").write_text('{"host": 1}')
     (tmp_path / "text").write_text('"hello"')
     (tmp_path / "ids").write_text("[511, 512]")
-    arguments = [str(a).format(dir=tmp_path, trace=trace) for a in arguments]
-    monkeypatch.setattr(sys, "argv", ["orlop", "run", "--limit", "1", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        names = {"dir": tmp_path, "trace": trace, "port": taken.getsockname()[1]}
+        arguments = [str(a).format(**names) for a in arguments]
+        monkeypatch.setattr(sys, "argv", ["orlop", "run", "--limit", "1", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
     out, err = capsys.readouterr()
     assert ended.value.code == 2
-    assert says.format(dir=tmp_path) in err
+    assert says.format(**names) in err
     assert (out, err.count("\norlop: "), err.startswith("orlop: ")) == ("", 0, True)
+
+
+@pytest.fixture
+def engine_with_metrics(long_trace):
+    """A run that goes on for long, what it has logged at its start, and the end of it."""
+    command = [sys.executable, "-m", "orlop", "run", "--trace", str(long_trace), "--metrics-port", "0"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, *map(str, SMALL)], **pipes) as process:
+        said = ""
+        try:
+            while "offloading is on" not in said:
+                line = process.stderr.readline()
+                assert line, said
+                said += line
+            yield process, said
+        finally:
+            process.kill()
+
+
+def test_metrics_are_at_the_port_while_it_runs_and_the_log_says_what_is_on(engine_with_metrics):
+    process, said = engine_with_metrics
+    url = re.search(r"metrics at (http://127\.0\.0\.1:\d+/metrics)", said)[1]
+    deadline = time.monotonic() + TIMEOUT_S
+    stored = re.compile(r"^vllm:kv_offload_store_bytes_total\{.*\} [1-9]", re.MULTILINE)
+    while not stored.search(text := urllib.request.urlopen(url, timeout=TIMEOUT_S).read().decode()):
+        assert time.monotonic() < deadline, text
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130, err
+    assert "stopped" in out
+
+
+def test_quiet_is_quiet(trace):
+    assert orlop("run", "--trace", trace, *SMALL, "--limit", 2, "--no-compare", "--quiet").stderr == ""
 
 
 @pytest.fixture(scope="module")

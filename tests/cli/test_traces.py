@@ -89,6 +89,7 @@ def test_limit_and_output_are_capped_and_lines_behind_the_limit_are_not_looked_a
     ("text", "says"),
     [
         ("{", "found no JSON"),
+        ("[" * 100_000, "found no JSON"),
         ("[1]", "found list, expected one JSON object"),
         ('{"output_length": 1, "hash_ids": []}', "found nothing for 'input_length'"),
         (line(True, [1]), "found True for 'input_length'"),

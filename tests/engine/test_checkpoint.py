@@ -129,6 +129,26 @@ def test_identity_is_of_the_weights_and_not_of_the_place(tmp_path):
     assert LLM(EngineConfig()).spec().identity["model"]["seed"] == 0
 
 
+@pytest.mark.fault("B039")
+def test_a_restart_on_the_same_files_loads_and_other_weights_never_do(tmp_path):
+    tier = {"type": "files", "path": str(tmp_path / "files"), "bytes": "64MiB"}
+    offload = {"host": {"bytes": 1 << 20}, "blocks_per_chunk": 1, "io_process": False, "tiers": [tier]}
+    prompt = list(range(100))
+
+    def loaded_by(directory):
+        with LLM(directory, EngineConfig(num_blocks=64, block_tokens=8), offload) as llm:
+            (result,) = llm.generate([prompt], SamplingParams(5, ignore_eos=True))
+        return result.loaded_tokens
+
+    same = write_checkpoint(tmp_path / "same", "qwen2")
+    assert [loaded_by(same), loaded_by(same)] == [0, 96]
+    assert loaded_by(write_checkpoint(tmp_path / "other", "qwen2", seed=1)) == 0
+    assert loaded_by(write_checkpoint(tmp_path / "theta", "qwen2", rope_theta=20_000.0)) == 0
+    assert loaded_by(write_checkpoint(tmp_path / "window", "qwen2", sliding_window=25)) == 0
+    assert loaded_by(write_checkpoint(same, "qwen2", seed=2)) == 0  # new weights in the same place
+    assert loaded_by(write_checkpoint(tmp_path / "copy", "qwen2")) == 96
+
+
 # --- what is refused --------------------------------------------------------------------------------------
 
 
@@ -213,6 +233,16 @@ def test_weights_that_miss_a_tensor_or_have_one_too_many_are_refused(tmp_path):
     assert "found no tensor 'model.layers.3.mlp.up_proj.weight'" in refused(tmp_path)
     save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}, tmp_path / "model.safetensors")
     assert "'model.layers.0.self_attn.q_proj.bias'" in refused(tmp_path)
+
+
+def test_weights_beyond_the_memory_limit_are_refused_before_they_are_read(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path, dtype=torch.bfloat16, shards=2)
+    weights = sum(load_file(p)[n].numel() * 4 for p in tmp_path.glob("*.safetensors") for n in load_file(p))
+    kv_cache = 64 * 8 * 4 * 2 * 2 * 16 * 4
+    monkeypatch.setattr("orlop.engine.llm.memory_limit_bytes", lambda: weights + kv_cache - 1)
+    assert f"found weights of {weights} bytes in float32, expected {weights - 1} at most" in refused(tmp_path)
+    monkeypatch.setattr("orlop.engine.llm.memory_limit_bytes", lambda: weights + kv_cache)
+    assert generated(tmp_path)
 
 
 def test_a_shard_that_is_missing_is_refused_by_name(tmp_path):

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from walk import REQUESTS, engine, work
 from orlop.cli.compare import compare
 
 CHILD = Path(__file__).with_name("walk.py")
-KILLED_AFTER = (60, 130)
+KILLED_AFTER = (120,)
 """Requests that have ended in a life when it is killed; the last life runs to its end."""
 
 
@@ -89,7 +88,6 @@ def test_a_random_walk_with_every_accident_says_what_an_undisturbed_run_says(tmp
     assert (books["free"], books["pending"]) == (True, False)
     assert books["preemptions"] > 0
     assert books["resets"] > 0
-    loaded = Counter({name: count for name, count in books["stats"].items() if name.startswith("tokens_loaded ")})
-    below = sum(count for name, count in loaded.items() if "host" not in name)
-    assert loaded["tokens_loaded host"] > 0
-    assert below > 0, loaded
+    stats = books["stats"]
+    assert stats["tokens_loaded host"] > 0
+    assert sum(count for name, count in stats.items() if name.startswith("chunks_promoted ")) > 0

@@ -47,6 +47,7 @@ def computed(all_tables, seq, num_tokens):
     all_tables.register(seq)
 
 
+@pytest.mark.fault("B072")
 def test_blocks_behind_the_window_are_freed_and_the_table_keeps_its_length():
     t, seq = tables(), sequence(40)
     for upto in (12, 24, 36):
@@ -187,6 +188,23 @@ def test_a_later_engine_loads_the_last_window_and_all_of_the_full_layers(tmp_pat
     full, window = (1, 2) if model is MIXED else (0, 2)
     # Token 196 sees back to token 177: blocks 44 to 48.
     assert bytes_loaded == full * 49 * page + window * 5 * page
+
+
+@pytest.mark.fault("B076")
+@pytest.mark.parametrize("blocks_per_chunk", [1, 3])
+def test_at_every_length_around_the_window_a_later_engine_goes_on_in_the_same_way(tmp_path, blocks_per_chunk):
+    twin = engine(model=MIXED)
+    lengths = [length for n in (WINDOW, 2 * WINDOW) for length in (n - 5, n - 4, n - 1, n, n + 1, n + 3, n + 4, n + 5)]
+    work = [numbers(length, length) for length in lengths]
+    with offloading(tmp_path, MIXED, num_blocks=300, blocks_per_chunk=blocks_per_chunk) as llm:
+        llm.generate(work, 1)
+    with offloading(tmp_path, MIXED, num_blocks=300, blocks_per_chunk=blocks_per_chunk) as llm:
+        results = llm.generate(work, 6)
+    assert [r.tokens for r in results] == [greedy(twin, prompt, 6) for prompt in work]
+    chunk = 4 * blocks_per_chunk
+    # Whole chunks are stored and whole blocks loaded; the last token is computed.
+    expected = [min(length // chunk * chunk, (length - 1) // 4 * 4) for length in lengths]
+    assert [r.loaded_tokens for r in results] == expected
 
 
 @both_schedulings

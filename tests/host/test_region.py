@@ -371,6 +371,7 @@ def test_peers_of_another_version_or_name_or_language_are_refused_and_the_next_i
         assert b"found name 'else'" in say(name, json.dumps({**hello, "name": "else"}).encode())
         assert b"found the wish" in say(name, json.dumps({**hello, "role": "join", "rank": "x"}).encode())
         assert say(name, b"GET / HTTP/1.1") == b""
+        assert say(name, b"[" * 100_000) == b""
         HostRegion.connect(name, timeout_s=WAIT_S).close()
 
 

@@ -47,7 +47,7 @@ def test_every_link_between_pages_leads_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-@pytest.mark.parametrize("tool", ["settings_reference", "fault_table"])
+@pytest.mark.parametrize("tool", ["settings_reference", "metrics_reference", "fault_table"])
 def test_a_generated_page_is_up_to_date(tool: str) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / f"{tool}.py"), "--check"],

@@ -22,7 +22,7 @@ MODULES = {
 # The first entry whose name is the module's, or begins it, is its rule; what it may import is a list of the
 # same kind of names. A module may import its own folder besides.
 
-WORDS = ["orlop.core", "orlop.errors", "orlop.background"]
+WORDS = ["orlop.core", "orlop.counting", "orlop.errors", "orlop.background"]
 CONTRACTS = [
     *WORDS,
     "orlop.config",
@@ -34,6 +34,7 @@ CONTRACTS = [
 JOINED = [*CONTRACTS, "orlop.scheduler", "orlop.host", "orlop.worker", "orlop.tiering", "orlop.stores"]
 ARROWS = {
     "orlop.core": [],
+    "orlop.counting": [],
     "orlop.errors": [],
     "orlop.background": [],
     "orlop.config": WORDS,

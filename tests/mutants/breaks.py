@@ -268,8 +268,8 @@ BREAKS = (
     Break(
         "the last token is loaded",
         SCHEDULER,
-        "limit = request.num_tokens - 1\n",
-        "limit = request.num_tokens\n",
+        "limit = state.req.num_tokens - 1\n",
+        "limit = state.req.num_tokens\n",
         LOAD_TESTS + "test_the_last_token_is_always_computed",
     ),
     Break(
@@ -296,8 +296,8 @@ BREAKS = (
     Break(
         "a hung read's slots are given out again",
         MANAGER,
-        "self._settle(job, np.zeros(len(job.order.keys), dtype=np.bool_), released=False)",
-        "self._settle(job, np.zeros(len(job.order.keys), dtype=np.bool_), released=True)",
+        "self._settle(job, np.zeros(len(job.order.keys), dtype=np.bool_), released=False, now=now)",
+        "self._settle(job, np.zeros(len(job.order.keys), dtype=np.bool_), released=True, now=now)",
         LOOKUP_SCENARIOS + "test_a_timed_out_read_keeps_its_slots_until_it_has_let_go",
     ),
     Break(

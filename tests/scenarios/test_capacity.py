@@ -388,3 +388,28 @@ def test_thirty_aborted_loads_give_all_blocks_back(async_scheduling: bool) -> No
         rig.runner.abort(request.request_id)
     rig.device.crank(LOAD)
     rig.finish()
+
+
+@pytest.mark.fault("B106")
+def test_the_tiers_hear_of_what_host_memory_serves_now_and_then_and_its_start_first(
+    async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager_module, "MOST_TOUCHES_PER_STEP", 3)
+    rig = make_tiered_rig(PAIRS, async_scheduling=async_scheduling)
+
+    def touched(prompt_at_s: float) -> list[tuple[bytes, ...]]:
+        rig.clock.advance(prompt_at_s)
+        before = len(rig.tiers[0].calls)
+        rig.store(range(41))
+        return [call.what for call in rig.tiers[0].calls[before:] if call.name == "touch"]
+
+    keys = [key + bytes(4) for key in rig.store(range(41)).block_hashes[1::2]]
+    assert touched(1.0) == [], "they were written just now"
+    told = [key for part in touched(31.0) for key in part]
+    assert told[:3] == keys[:3]
+    assert len(told) == len(set(told)), "each of them once"
+    assert set(told) <= set(keys)
+    again = touched(1.0)
+    assert all(len(part) <= 3 for part in again)
+    assert not set(told) & {key for part in again for key in part}
+    rig.finish()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_engine import FULL, HYBRID, Engine
+from byte_engine import FULL, HYBRID, PATIENT, Engine
 from real_stores import Gated
 
+import orlop.tiering.manager as manager_module
 from orlop.core import KVGroup, RegionLayout
 from orlop.testing.byte_device import ByteDevice
 from orlop.tiering.namespace import Fingerprint
@@ -260,3 +262,22 @@ def test_tiers_that_are_kept_serve_after_a_reset_and_after_a_restart(tmp_path: P
             assert engine.stats()["tokens_loaded 0:files"] == 40 * round_
     with Engine(tmp_path, "keep-2", FULL, 1, **keep) as engine:
         assert engine.serve(PROMPT).was_external == 40
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_what_host_memory_served_all_the_time_is_not_the_oldest_below(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tells: bool
+) -> None:
+    """A prompt that is always in host memory is written once; the tier keeps it because it hears of its use."""
+    monkeypatch.setattr(manager_module, "TOUCH_AGAIN_S", 0.0 if tells else math.inf)
+    rng = random.Random(4)
+    hot = [rng.randrange(10**6) for _ in range(41)]
+    tier = {"type": "files", "path": str(tmp_path), "bytes": "1MiB", "deadline": dict(PATIENT)}
+    with Engine(tmp_path, "hot", FULL, 1, tier) as engine:
+        for _ in range(40):
+            engine.serve(hot)
+            for _ in range(2):  # in all more than twice what the tier may keep
+                engine.serve([rng.randrange(10**6) for _ in range(33)])
+        assert engine.stats()["tokens_loaded host"] == 39 * 40
+    with Engine(tmp_path, "hot-again", FULL, 1, tier) as engine:
+        assert engine.serve(hot).was_external == (40 if tells else 0)

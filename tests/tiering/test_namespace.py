@@ -241,6 +241,33 @@ def test_a_directory_that_cannot_be_written_or_read_costs_nothing_but_the_descri
     assert read_descriptions(tmp_path / "missing") == {}
 
 
+DEEP = "[" * 100_000
+
+
+@pytest.mark.fault("B120")
+def test_what_else_lies_there_under_such_a_name_is_no_description(tmp_path: Path) -> None:
+    """Nothing is waited for, nothing is read without end, and the start goes on."""
+    assert write_description(tmp_path, BASE)
+    (tmp_path / "deep.json").write_text(DEEP, encoding="ascii")
+    (tmp_path / "binary.json").write_bytes(bytes(range(256)))
+    (tmp_path / "directory.json").mkdir()
+    (tmp_path / "endless.json").symlink_to("/dev/zero")
+    (tmp_path / "gone.json").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe.json")
+    with (tmp_path / "huge.json").open("wb") as huge:
+        huge.truncate(1 << 40)
+    assert read_descriptions(tmp_path) == {BASE.namespace().digest.hex(): BASE.describe()}
+
+
+def test_drafts_of_killed_writers_go_and_those_of_others_stay(tmp_path: Path) -> None:
+    old, young = tmp_path / ".a.1.draft", tmp_path / ".b.2.draft"
+    for draft in (old, young):
+        draft.write_text("{", encoding="ascii")
+    os.utime(old, (0, 0))
+    assert write_description(tmp_path, BASE)
+    assert [path.name for path in tmp_path.glob(".*")] == [young.name]
+
+
 # --- weights -----------------------------------------------------------------------------------------------
 
 

@@ -223,7 +223,8 @@ def test_a_full_queue_drops_stores_and_refuses_loads(make: Make, store: MemorySt
     gate.open()
     rig.results(3)
     stats = rig.runner.get_stats()
-    assert (stats["stores_dropped"], stats["loads_refused"]) == (3, 1)
+    assert (stats["stores_refused_queue_full"], stats["loads_refused_queue_full"]) == (3, 1)
+    assert (stats["chunks_stores_refused_queue_full"], stats["chunks_loads_refused_queue_full"]) == (3, 1)
     assert (stats["queue_bytes"], stats["load_queue_bytes"]) == (0, 0)
     assert stats["breaker_state"] == 0
 

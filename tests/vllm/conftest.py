@@ -2,12 +2,15 @@
 
 In: an environment with vLLM's CPU build; without it every test here is skipped by name. Out: fixtures that live as
 long as the run, since an engine takes ten seconds to start. Never: a model hub.
+
+Tests ask for ``vllm.config``: where vLLM is not installed, this folder may answer to its name.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -54,3 +57,13 @@ def reference(checkpoint: Callable[[str], Path]) -> Callable[[str], object]:
 
     made: dict[str, Reference] = {}
     return lambda kind: made.setdefault(kind, Reference(checkpoint(kind)))
+
+
+@pytest.fixture
+def orlop_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What we say. In vLLM our lines go to its handlers and nowhere else."""
+    logger = logging.getLogger("orlop")
+    logger.addHandler(caplog.handler)
+    with caplog.at_level(logging.INFO, "orlop"):
+        yield caplog
+    logger.removeHandler(caplog.handler)

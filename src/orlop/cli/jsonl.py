@@ -63,5 +63,5 @@ def _opened(path: Path) -> Iterator[Iterable[bytes]]:
 def _parsed(line: bytes, where: str) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{where}: found no JSON ({error}), expected one JSON value per line") from error

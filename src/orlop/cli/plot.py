@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 
 from orlop.cli.summary import TIER, Figures
 
-WIDTH, LEFT, RIGHT, BAR, GAP = 720, 90, 90, 22, 12
+WIDTH, LEFT, RIGHT, BAR, GAP = 720, 90, 130, 22, 12
 COLORS = {"computed": "#b5443c", "device": "#8a8f98", "host": "#3b77b5", "files": "#4f9d69", "time": "#b58b3c"}
 FONT = 'font-family="sans-serif" font-size="13"'
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from rich.console import Console
 from orlop.cli.compare import Comparison, compare
 from orlop.cli.prompts import read_prompts
 from orlop.cli.replay import RunReport, RunRequest, replay
-from orlop.cli.settings import read_settings
+from orlop.cli.settings import read_settings, refuse_unwritable, unwritable
 from orlop.cli.stopping import STOPPED, stop_signals
 from orlop.cli.summary import ChunksTooLong, print_summary, summarise
 from orlop.cli.traces import read_requests
@@ -36,9 +37,14 @@ from orlop.engine.model import ModelConfig
 from orlop.engine.tables import BlockTables
 from orlop.engine.text import Text
 from orlop.errors import ConfigError, TraceError
+from orlop.observe.observer import Observer
+from orlop.observe.prometheus import MetricsServer
 
 import torch  # isort: skip
 
+log = logging.getLogger(__name__)
+
+CONSOLE = Console(stderr=True)
 ENDED, DIFFERS = 0, 1
 TRACE_OUTPUT, PROMPTS_OUTPUT = 4, 32
 """The most tokens to generate per request, where nothing says how many."""
@@ -69,18 +75,22 @@ class RunOptions:
     offload: bool = True
     compare: bool = True
     reference: Path | None = None
+    metrics_port: int | None = None
+    quiet: bool = False
     as_json: bool = False
 
 
 def run(options: RunOptions) -> int:
     """Run, compare, print; the exit code."""
     _refuse_what_does_not_go_together(options)
+    if options.reference is not None:
+        refuse_unwritable("--reference", options.reference)
     torch.set_num_threads(options.threads or _threads(options.model))
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     model, requests = _work(options)
     engine = _engine_config(options, model, requests)
     offloaded = without = verdict = None
-    with stop_signals() as must_stop, _output(options.output) as keep:
+    with stop_signals() as must_stop, _output(options.output) as keep, _log_shown(options.quiet):
         if options.offload:
             # First, so that a mistake in the settings is said at once and not after the other run.
             offloaded = _with_offload(options, engine, requests, must_stop, keep)
@@ -123,6 +133,10 @@ def _refuse_what_does_not_go_together(options: RunOptions) -> None:
             options.reference is not None and not (options.compare and options.offload),
             "--reference and a run that compares nothing, expected one of them: the reference is the run to compare "
             "with",
+        ),
+        (
+            options.metrics_port is not None and not options.offload,
+            "--metrics-port and --no-offload, expected one of them: the metrics are those of the offload",
         ),
         (not (options.compare or options.offload), "--no-compare and --no-offload, which leaves nothing to run"),
         (
@@ -223,9 +237,7 @@ def _output(path: Path | None) -> Iterator[Callable[[Result], None]]:
     try:
         file = path.open("w", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"--output {path}: cannot be written: {error.strerror}; give a file in a directory that can be written"
-        ) from error
+        raise unwritable("--output", path, error) from error
     with file:
 
         def keep(result: Result) -> None:
@@ -233,6 +245,27 @@ def _output(path: Path | None) -> Iterator[Callable[[Result], None]]:
             file.flush()
 
         yield keep
+
+
+class _Shown(logging.Handler):
+    """What the engine logs, a line each, above the progress."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        CONSOLE.print(record.getMessage(), soft_wrap=True, markup=False, highlight=False)
+
+
+@contextmanager
+def _log_shown(quiet: bool) -> Iterator[None]:
+    """On standard error: what is on and what is off, a line a minute, warnings. ``quiet``: the warnings alone."""
+    logger, handler = logging.getLogger("orlop"), _Shown()
+    level = logger.level
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 # --- runs -----------------------------------------------------------------------------------------------------
@@ -256,7 +289,12 @@ def _with_offload(
 ) -> _Offloaded:
     with ExitStack() as stack:
         settings = OrlopConfig.load(_settings(options, engine, stack), source=str(options.config or "config"))
+        server = _metrics_server(options.metrics_port, stack)
         llm = LLM(options.model, engine, settings)
+        assert llm.connector is not None
+        llm.observer = observer = Observer(llm.connector.get_stats, model_name=str(options.model or "seeded"))
+        if server is not None:
+            server.show(observer)
         spec = llm.spec()
         report = _replay("with offload", llm, requests, options, must_stop, keep)
     block_bytes = options.block_tokens * engine.model.kv_bytes_per_token
@@ -264,6 +302,16 @@ def _with_offload(
     longest = max(len(r.prompt) for r in requests)
     fits = report.stats.get("store_bytes") or chunk_tokens <= longest
     return _Offloaded(report, spec.identity, None if fits else ChunksTooLong(chunk_tokens, longest))
+
+
+def _metrics_server(port: int | None, stack: ExitStack) -> MetricsServer | None:
+    """Prometheus text at ``port`` until the stack unwinds; 0 is any free port, so the log says which."""
+    if port is None:
+        return None
+    server = MetricsServer(port)
+    stack.callback(server.close)
+    log.info("metrics at http://127.0.0.1:%d/metrics", server.port)
+    return server
 
 
 def _without_offload(
@@ -282,13 +330,7 @@ def _without_offload(
     nobody: Callable[[Result], None] = lambda result: None  # noqa: E731
     report = _replay("without offload", judge.llm, requests, options, must_stop, nobody if options.offload else keep)
     if options.reference is not None and not report.interrupted:
-        try:
-            options.reference.write_text(json.dumps({"fingerprint": fingerprint, "report": asdict(report)}))
-        except OSError as error:
-            raise ConfigError(
-                f"--reference {options.reference}: cannot be written: {error.strerror}; give a file in a directory "
-                "that can be written"
-            ) from error
+        options.reference.write_text(json.dumps({"fingerprint": fingerprint, "report": asdict(report)}))
     return report
 
 
@@ -301,7 +343,7 @@ def _replay(
     keep: Callable[[Result], None],
 ) -> RunReport:
     # Progress goes where the table does not, and only where somebody looks.
-    with Console(stderr=True).status(f"{name}: starting") as status:
+    with CONSOLE.status(f"{name}: starting") as status:
         return replay(
             llm,
             requests,
@@ -343,5 +385,5 @@ def _kept_reference(path: Path, fingerprint: str) -> RunReport | None:
         fields = kept["report"]
         tokens = {request_id: tuple(generated) for request_id, generated in fields["tokens"].items()}
         return RunReport(**fields | {"tokens": tokens, "first_token_s": tuple(fields["first_token_s"])})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

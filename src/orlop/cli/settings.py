@@ -1,7 +1,7 @@
-"""The settings file that a command names.
+"""Files that an option names: the settings to read, and those to write to.
 
-In: a path. Out: what stands in the file, as a mapping that ``OrlopConfig.load`` reads. Never: a default, a verdict
-on a key.
+In: an option and a path. Out: what stands in the settings file, as a mapping that ``OrlopConfig.load`` reads; one clear
+error where a file cannot be read or written. Never: a default, a verdict on a key.
 """
 
 from __future__ import annotations
@@ -20,8 +20,26 @@ def read_settings(path: Path) -> Mapping[str, Any]:
         settings = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read: {error.strerror}; give a JSON file of settings") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: found no JSON ({error}), expected one JSON object of settings") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: found {type(settings).__name__}, expected one JSON object of settings")
     return settings
+
+
+def unwritable(option: str, path: Path, error: OSError) -> ConfigError:
+    """The error for a file that ``option`` names and that cannot be written."""
+    return ConfigError(
+        f"{option} {path}: cannot be written: {error.strerror}; give a file in a directory that can be written"
+    )
+
+
+def refuse_unwritable(option: str, path: Path) -> None:
+    """Find out before the work, not after it. What is there stays as it is, and nothing is left."""
+    existed = path.exists()
+    try:
+        path.open("a").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise unwritable(option, path, error) from error

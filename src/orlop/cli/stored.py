@@ -9,6 +9,7 @@ chunk, so the description of a later generation is found by trying those that ar
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -67,7 +68,10 @@ def open_folder(path: Path) -> Folder:
     """The store in ``path``; ``ConfigError`` where there is none."""
     for kind in KINDS:
         if kind.lies_in(path):
-            return kind(path)
+            folder = kind(path)
+            if not os.access(folder.root, os.R_OK | os.X_OK):
+                raise ConfigError(f"{path}: found no permission to look into it; run as its owner, or change its mode")
+            return folder
     what = "found no store there" if path.is_dir() else "found no such directory"
     raise ConfigError(f"{path}: {what}, expected the directory that a tier's 'path' names, once an engine has run")
 

@@ -121,7 +121,7 @@ def table_of(columns: Mapping[str, Figures], title: str | None = None) -> Table:
     for name in columns:
         table.add_column(name, justify="right")
     for figure in max(columns.values(), key=len):
-        table.add_row(_label(figure), *(_shown(figure, column.get(figure)) for column in columns.values()))
+        table.add_row(label(figure), *(shown(figure, column.get(figure)) for column in columns.values()))
     return table
 
 
@@ -136,13 +136,13 @@ def print_verdict(console: Console, tokens: Mapping[str, Any], of: str = "tokens
         console.print(f"  and {len(different) - SHOWN_DIFFERENCES} more")
 
 
-def _label(figure: str) -> str:
+def label(figure: str) -> str:
     if figure.startswith(TIER):
         return f"  from {figure.removeprefix(TIER)}"
     return LABELS.get(figure, figure.replace("_", " "))
 
 
-def _shown(figure: str, value: int | float | None) -> str:
+def shown(figure: str, value: int | float | None) -> str:
     if value is None:
         return "-"
     if figure in RATIOS:

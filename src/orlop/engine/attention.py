@@ -125,7 +125,9 @@ class AttentionPlan:
         lengths = np.array([len(places) for places in each])
         longest = int(lengths.max())
         # Padded with each sequence's own last place: masked, and never anybody else's bytes.
-        padded = np.stack([np.pad(places, (0, longest - len(places)), mode="edge") for places in each])
+        padded = np.empty((len(each), longest), np.int64)
+        for row, places in zip(padded, each, strict=True):
+            row[: len(places)], row[len(places) :] = places, places[-1]
         mask = None
         if lengths.min() < longest:
             mask = torch.from_numpy(np.arange(longest) < lengths[:, None])[:, None, None]

@@ -267,7 +267,10 @@ def _receive(peer: socket.socket) -> tuple[dict[str, Any], list[int]]:
         (nbytes,) = struct.unpack("<I", head + _exactly(peer, 4 - len(head)))
         if nbytes > _MAX_MESSAGE_BYTES:
             raise ValueError(f"a message of {nbytes} bytes")
-        message = json.loads(_exactly(peer, nbytes))
+        try:
+            message = json.loads(_exactly(peer, nbytes))
+        except RecursionError as error:
+            raise ValueError("a message too deeply nested") from error
         if not isinstance(message, dict):
             raise ValueError("a message that is no object")
     except BaseException:

@@ -81,7 +81,11 @@ class Slots:
         self._places = np.arange(slots + 1)
         self.candidates = 0
         self.leased = 0
+        self.held = 0
+        self.reserved = 0
+        self.ready = 0
         self.retired = 0
+        self.retired_held = 0
         self.free = list(range(usable - 1, -1, -1))
         """A stack, lowest slot on top at first, so that chunks stored together lie together."""
 
@@ -99,7 +103,11 @@ class Slots:
     def hold(self, slots: Int64Array) -> list[int]:
         """One more hold each; the candidates that are none any more."""
         self._require_used(slots)
-        self.holds[slots] += 1
+        before = self.holds[slots]
+        self.held += len(slots) - int(np.count_nonzero(before))
+        if self.retired:
+            self.retired_held += int(np.count_nonzero((before == 0) & (self.state[slots] == RETIRED)))
+        self.holds[slots] = before + 1
         return self._one_reason_more(slots)
 
     def lease(self, slots: Int64Array) -> list[int]:
@@ -113,7 +121,11 @@ class Slots:
     def unhold(self, slots: Int64Array) -> Change:
         """One hold less each."""
         after = self._one_less(self.holds, slots, "hold")
-        return self._one_reason_less(slots, len(slots) - int(np.count_nonzero(after)))
+        ended = len(slots) - int(np.count_nonzero(after))
+        self.held -= ended
+        if self.retired:
+            self.retired_held -= int(np.count_nonzero((after == 0) & (self.state[slots] == RETIRED)))
+        return self._one_reason_less(slots, ended)
 
     def unlease(self, slots: Int64Array) -> Change:
         """One lease less each."""
@@ -227,6 +239,8 @@ class Slots:
         """FREE to RESERVED with one hold. A parent outside ``slots`` has been told by ``keep``."""
         self.state[slots] = RESERVED
         self.holds[slots] = 1
+        self.held += len(slots)
+        self.reserved += len(slots)
         self.parent[slots] = parents
         # Not READY, and held. A slot that is followed by its child has that reason too; a child that follows
         # somewhere else starts another piece, and its parent is outside.
@@ -241,6 +255,8 @@ class Slots:
     def publish(self, slots: Int64Array) -> Change:
         """RESERVED to READY. Usually the writer still holds them, and nothing opens up."""
         self.state[slots] = READY
+        self.reserved -= len(slots)
+        self.ready += len(slots)
         return self._one_reason_less(slots, len(slots) - int(np.count_nonzero(self.holds[slots])))
 
     def vacate(self, slots: Int64Array, joined: int) -> None:
@@ -251,6 +267,7 @@ class Slots:
         self.parent[slots] = -1
         self.reasons[slots] = 1
         self.candidates += joined - len(slots)
+        self.ready -= len(slots)
         self._free(slots)
 
     def drop(self, slots: Int64Array) -> Change:
@@ -263,6 +280,10 @@ class Slots:
         if (self.reasons[slots] - uses - (self.state[slots] != READY)).any():
             self._orphan_children(slots)
         self.parent[slots] = -1
+        ready = int(np.count_nonzero(self.state[slots] == READY))
+        self.ready -= ready
+        self.reserved -= len(slots) - ready
+        self.retired_held += int(np.count_nonzero(self.holds[slots]))
         self.state[slots] = RETIRED
         self.reasons[slots] = uses + 1
         idle = slots[uses == 0]
@@ -302,15 +323,23 @@ class Slots:
         _require(bool(uses[state == RETIRED].all()), "a retired slot that nobody holds or leases is not free")
         leased = int(np.count_nonzero(self.leases))
         _require(self.leased == leased, f"found leased={self.leased}, counted {leased}")
-        retired = int(np.count_nonzero(state == RETIRED))
-        _require(self.retired == retired, f"found retired={self.retired}, counted {retired}")
+        held = self.holds[:n] > 0
+        for word, found, where in (
+            ("held", self.held, held),
+            ("reserved", self.reserved, state == RESERVED),
+            ("ready", self.ready, state == READY),
+            ("retired", self.retired, state == RETIRED),
+            ("retired and held", self.retired_held, held & (state == RETIRED)),
+        ):
+            counted = int(np.count_nonzero(where))
+            _require(found == counted, f"found {found} slots {word}, counted {counted}")
         _require(not (parent[~resident] >= 0).any(), "a slot without a key has a parent")
         _require(bool(resident[parent[parent >= 0]].all()), "a slot without a key has a child")
         children = np.bincount(parent[parent >= 0], minlength=n)
-        counted = uses + children + (state != READY)
-        wrong = np.flatnonzero(counted != reasons)[:8].tolist()
+        wanted = uses + children + (state != READY)
+        wrong = np.flatnonzero(wanted != reasons)[:8].tolist()
         _require(not wrong, f"slots {wrong} have other reasons to stay than state, holds, leases and children")
-        candidates = int(np.count_nonzero(counted == 0))
+        candidates = int(np.count_nonzero(wanted == 0))
         _require(self.candidates == candidates, f"found candidates={self.candidates}, counted {candidates}")
 
 

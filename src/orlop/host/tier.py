@@ -71,6 +71,11 @@ class HostTier:
         """Slots with at least one lease."""
         return self._books.leased
 
+    @property
+    def being_read(self) -> int:
+        """READY slots with at least one hold: those that a load or a cascade is reading."""
+        return self._books.held - self._books.reserved - self._books.retired_held
+
     def grow(self, usable: int) -> None:
         """Slots below ``usable`` are pre-faulted now. ``ValueError`` if that is fewer than before or more than all."""
         if self._books.grow(usable):
@@ -134,8 +139,14 @@ class HostTier:
 
     def counts(self) -> Mapping[SlotState, int]:
         """How many slots are in each state; together all slots, those not pre-faulted yet being FREE."""
-        state = self._books.state[: self.slots]
-        return {s: int(np.count_nonzero(state == s)) for s in SlotState}
+        books = self._books
+        free = books.slots - books.reserved - books.ready - books.retired
+        return {
+            SlotState.FREE: free,
+            SlotState.RESERVED: books.reserved,
+            SlotState.READY: books.ready,
+            SlotState.RETIRED: books.retired,
+        }
 
     # --- coming in ------------------------------------------------------------------------------------
 

@@ -67,6 +67,7 @@ class RequestState:
         "load_origins",
         "max_load_tokens",
         "max_offload_tokens",
+        "queried",
         "req",
         "since",
         "tainted",
@@ -74,6 +75,7 @@ class RequestState:
         "tokens_filled",
         "transfer_jobs",
         "waited_for_load",
+        "waits_since",
     )
 
     def __init__(self, request: Request, context: ReqContext, geometry: Geometry) -> None:
@@ -92,6 +94,10 @@ class RequestState:
         self.asked_computed = 0
         self.since: float | None = None
         """Time of the first ask of the present wait; None while it does not wait."""
+        self.queried = False
+        """Asked since it last got blocks: what it asked for is counted once it gets them."""
+        self.waits_since: float | None = None
+        """Time of the first ask that was told to come again; None where none was."""
         # Loads.
         self.load_base: int | None = None
         """Tokens below which the device holds real KV while a load is in flight or has failed."""
@@ -125,6 +131,8 @@ class RequestState:
         self.tokens_before_step = self.tokens_filled = 0
         self.load_base = None
         self.since = None
+        self.queried = False
+        self.waits_since = None
         self.waited_for_load = None
         self.forget_answer()
 

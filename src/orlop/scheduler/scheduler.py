@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -27,6 +27,7 @@ from orlop.core import (
     CacheEvent,
     Geometry,
     GroupTransfer,
+    JobReport,
     OffloadingConnectorMetadata,
     ReqContext,
     Request,
@@ -36,6 +37,7 @@ from orlop.core import (
     TransferKind,
     WorkerOutput,
 )
+from orlop.counting import ASYNC_BOUNDS, SIZE_BOUNDS, Histogram, Stats
 from orlop.errors import InvariantError
 from orlop.scheduler.fences import FenceTable
 from orlop.scheduler.prefix import Lookups, find_hit, needed_chunks
@@ -47,6 +49,9 @@ FEW = 256
 """The list of deadlines keeps at most so many jobs that are over, and as many more as are not."""
 EVERY_CHUNK = 1 << 62
 """The budget of a life that has ended: what is not stored now never is."""
+
+FROM_THE_START = ("chunks_queried host", "chunks_hit host", "chunks_loaded host", "tokens_loaded host")
+"""Counters that are there before they count: what host memory has never had is 0, not unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,9 @@ class OffloadingConnectorScheduler:
         self.geometry = geometry
         self.manager = manager
         self.options = options or SchedulerOptions()
-        self.counters: Counter[str] = Counter()
+        self.counters: defaultdict[str, float] = defaultdict(float, dict.fromkeys(FROM_THE_START, 0.0))
+        self._sizes = {kind: Histogram(SIZE_BOUNDS) for kind in TransferKind}
+        self._answer_delays = Histogram(ASYNC_BOUNDS)
         self._planner = StorePlanner(geometry, manager, self.options.offload_decode)
         self._live: dict[str, RequestState] = {}
         self._req_status: dict[int, RequestState] = {}
@@ -128,6 +135,7 @@ class OffloadingConnectorScheduler:
             state.answer_until = math.inf
             state.answer_load = None
             state.answer = self._find_answer(state, num_computed_tokens, now)
+            self._time_answer(state, now)
         return state.answer
 
     def update_state_after_alloc(
@@ -138,6 +146,9 @@ class OffloadingConnectorScheduler:
         state.forget_answer()
         block_ids = blocks.get_block_ids()
         self._take_blocks(state, block_ids, state.asked_computed)
+        if state.queried:
+            state.queried = False
+            self._count_query(state)
         if num_external_tokens > 0:
             state.since = None
             self._start_load(state, num_external_tokens, now)
@@ -154,6 +165,8 @@ class OffloadingConnectorScheduler:
             return False, None
         state.req = request
         state.finished = True
+        if state.waits_since is not None:
+            self._answer_delays.observe(now - state.waits_since)
         self._unplanned.pop(state.context.life, None)
         self._note_final_tokens(state)
         for job_id in state.transfer_jobs:
@@ -187,13 +200,18 @@ class OffloadingConnectorScheduler:
                 continue
             job.waiting.discard(report.rank)
             job.failed = job.failed or not report.ok
-            self.counters[f"{job.kind}_bytes"] += report.nbytes
+            self._count_copy(job.kind, report)
             if not job.waiting:
                 self._job_reported(job, now)
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must keep stepping: some job is unsettled, or something is owed."""
         return bool(self._jobs or self._owed or self._current_batch_loads_to_fail) or self.manager.has_pending_work()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is alive or draining, and nothing is on its way."""
+        return not self._req_status and not self.has_pending_push_work()
 
     # --- the whole ---------------------------------------------------------------------------------------
 
@@ -203,6 +221,7 @@ class OffloadingConnectorScheduler:
         ``device_cleared`` False: the engine could not forget the device's own prefix cache, because requests hold
         blocks of it. Then nothing is stored of a life that starts on top of such blocks, until a reset clears them.
         """
+        self.counters["resets"] += 1
         self._device_is_old = not device_cleared
         for state in [s for s in self._req_status.values() if s.finished]:
             self._end_life(state)
@@ -220,6 +239,7 @@ class OffloadingConnectorScheduler:
             state.transfer_jobs.clear()
             state.forget_answer()
             state.since = None
+            state.waits_since = None
             state.tainted = state.tainted or self._holds_computed(state)
         self._unplanned.clear()
         for table in self._chunks_being_loaded:
@@ -229,14 +249,22 @@ class OffloadingConnectorScheduler:
         """Events of the manager since the last call."""
         return self.manager.take_events()
 
-    def get_stats(self) -> Mapping[str, float]:
-        """Counters of this half and of the manager; gauges of what is in flight."""
+    def get_stats(self) -> Stats:
+        """Counters and histograms of this half and of the manager; gauges of what is in flight.
+
+        ``jobs_overdue_at``: the deadline of the oldest store that some rank still has not reported, where there is one.
+        """
         stats: dict[str, float] = dict(self.manager.get_stats())
         for name, count in self.counters.items():
             stats[name] = stats.get(name, 0) + count
+        for kind, sizes in self._sizes.items():
+            stats.update(sizes.stats(f"{kind}_size_bytes"))
+        stats.update(self._answer_delays.stats("lookup_async_seconds"))
         stats["jobs_in_flight"] = len(self._jobs)
         stats["jobs_overdue"] = len(self._overdue)
         stats["fenced_blocks"] = len(self._fences)
+        if self._overdue:
+            stats["jobs_overdue_at"] = next(iter(self._overdue.values())).deadline
         return stats
 
     def shutdown(self, *, now: float) -> None:
@@ -314,6 +342,9 @@ class OffloadingConnectorScheduler:
         return came != state.answer_version[0] or (promises_tokens and went != state.answer_version[1])
 
     def _find_answer(self, state: RequestState, on_device: int, now: float) -> tuple[int | None, bool]:
+        if not self._may_load(state):
+            return 0, False
+        state.queried = True
         limit = self._load_limit(state, on_device)
         if limit <= on_device:
             return 0, False
@@ -340,12 +371,32 @@ class OffloadingConnectorScheduler:
             return None, False
         return hit.ready_tokens - on_device, True
 
+    def _time_answer(self, state: RequestState, now: float) -> None:
+        """The time from the first "ask again" to an answer, once it is there."""
+        assert state.answer is not None
+        if state.answer[0] is None:
+            state.waits_since = state.waits_since if state.waits_since is not None else now
+        elif state.waits_since is not None:
+            self._answer_delays.observe(now - state.waits_since)
+            self.counters["pending_deadlines_passed"] += now - state.waits_since >= self.options.promotion_wait_s
+            state.waits_since = None
+
+    def _count_query(self, state: RequestState) -> None:
+        """What a request that gets its blocks had asked for: its tokens that the device lacks, and their chunks."""
+        on_device = state.asked_computed
+        self.counters["tokens_queried"] += state.req.num_tokens - on_device
+        limit = self._load_limit(state, on_device)
+        for spec in self.geometry.groups if limit > on_device else ():
+            first, stop = needed_chunks(self.geometry, spec, on_device, limit)
+            self.counters["chunks_queried host"] += stop - first
+
+    @staticmethod
+    def _may_load(state: RequestState) -> bool:
+        return not (state.load_failed or getattr(state.req, "skip_reading_prefix_cache", False))
+
     def _load_limit(self, state: RequestState, on_device: int) -> int:
         """The most tokens a hit may reach: whole blocks, and the last token is always computed."""
-        request = state.req
-        if state.load_failed or getattr(request, "skip_reading_prefix_cache", False):
-            return 0
-        limit = request.num_tokens - 1
+        limit = state.req.num_tokens - 1
         if state.max_load_tokens is not None:
             limit = min(limit, on_device + state.max_load_tokens)
         return limit - limit % self.geometry.hit_alignment
@@ -402,8 +453,11 @@ class OffloadingConnectorScheduler:
         for reservation, loading in zip(reservations, self._chunks_being_loaded, strict=True):
             loading.update(dict.fromkeys(reservation.hashes, job.job_id))
         state.load_base = on_device
-        state.load_origins = self._origins(reservations[0], num_external_tokens)
+        # By the group that has most to load: the others lack what lies before their windows.
+        widest = max(reservations, key=lambda r: len(r.slots) * self.geometry.chunk_tokens(r.group))
+        state.load_origins = self._origins(widest, num_external_tokens)
         self._count_origins(state.load_origins)
+        self._count_chunks(reservations)
         self._current_batch_load_jobs.append(
             TransferJob(job.job_id, state.context.req_id, TransferKind.LOAD, tuple(transfers), doomed=short)
         )
@@ -421,6 +475,16 @@ class OffloadingConnectorScheduler:
         self.counters["tokens_loaded"] += sum(origins.values())
         for name, tokens in origins.items():
             self.counters[f"tokens_loaded {name}"] += tokens
+
+    def _count_chunks(self, reservations: Collection[Reservation]) -> None:
+        """Chunks that are loaded, of all groups, by the tier that had them."""
+        for reservation in reservations:
+            from_host = len(reservation.slots)
+            for name, chunks in reservation.origins.items():
+                self.counters[f"chunks_loaded {name}"] += chunks
+                from_host -= chunks
+            self.counters["chunks_hit host"] += from_host
+            self.counters["chunks_loaded host"] += from_host
 
     def _load_transfer(
         self, state: RequestState, index: int, reservation: Reservation, first: int, on_device: int, tokens: int
@@ -458,6 +522,16 @@ class OffloadingConnectorScheduler:
         self._jobs[job.job_id] = job
         state.transfer_jobs.add(job.job_id)
         return job
+
+    def _count_copy(self, kind: TransferKind, report: JobReport) -> None:
+        """Bytes that a rank has moved, and what its engine has waited for: failed and late copies did that too."""
+        self.counters[f"{kind}_bytes"] += report.nbytes
+        self.counters[f"{kind}_seconds"] += report.seconds
+        if report.nbytes:
+            self._sizes[kind].observe(report.nbytes)
+        if report.fence_waits:
+            self.counters["fence_waits"] += report.fence_waits
+            self.counters["fence_wait_seconds"] += report.fence_wait_s
 
     def _job_reported(self, job: Job, now: float) -> None:
         """Every rank has reported."""
@@ -584,6 +658,7 @@ class OffloadingConnectorScheduler:
         state.load_base = None
         state.forget_answer()
         state.since = None
+        state.queried = False
         state.waited_for_load = None
         state.tokens_before_step = computed
         state.tokens_filled = computed + scheduled
@@ -647,6 +722,7 @@ class OffloadingConnectorScheduler:
         for job_id in flush:
             job = self._jobs.get(job_id) or self._overdue.get(job_id)
             if job is not None:
+                self.counters["stores_flushed"] += 1
                 self._fences.lower(job)
 
     def _take_message(self, store_jobs: list[TransferJob]) -> OffloadingConnectorMetadata:

@@ -149,6 +149,11 @@ class SlotMemory:
         self.pages[slot] = {where: page.copy() for where, page in chunk.items()}
 
 
+BLOCK_BYTES = 4096
+COPY_S = 0.25
+"""What every copy reports: so many bytes for each block where it went well, and so many seconds."""
+
+
 class DeviceClaim(NamedTuple):
     """The owner of a claim for one device job on one rank."""
 
@@ -404,9 +409,9 @@ class Device:
         if self.reorder:
             self._random.shuffle(ready)
         ready = [(job, ok and job.job_id not in self._outdated) for job, ok in ready]
-        reports = [JobReport(job.job_id, rank, ok) for job, ok in ready]
+        reports = [_said(job, rank, ok) for job, ok in ready]
         again, self._again[rank] = self._again[rank], []
-        self._again[rank] += [JobReport(job.job_id, rank, ok) for job, ok in ready if self.repeat(job, rank)]
+        self._again[rank] += [_said(job, rank, ok) for job, ok in ready if self.repeat(job, rank)]
         loads = [(job, ok) for job, ok in ready if job.kind is TransferKind.LOAD]
         unfilled = (block for job, ok in loads if not ok for part in job.transfers for block in part.block_ids.tolist())
         return WorkerOutput(
@@ -415,3 +420,8 @@ class Device:
             failed_recving=frozenset(job.req_id for job, ok in loads if not ok),
             failed_block_ids=frozenset(unfilled),
         )
+
+
+def _said(job: TransferJob, rank: int, ok: bool) -> JobReport:
+    blocks = sum(len(part.block_ids) for part in job.transfers)
+    return JobReport(job.job_id, rank, ok, nbytes=BLOCK_BYTES * blocks if ok else 0, seconds=COPY_S)

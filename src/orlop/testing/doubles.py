@@ -328,9 +328,9 @@ class RecordingManager(OffloadingManager):
     def answer_version(self, context: ReqContext) -> tuple[int, int]:
         return self.inner.answer_version(context)
 
-    def touch(self, run: KeyRun, context: ReqContext) -> None:
+    def touch(self, run: KeyRun, context: ReqContext, *, now: float) -> None:
         self._live("touch", context, run)
-        self.inner.touch(run, context)
+        self.inner.touch(run, context, now=now)
 
     def prepare_load(self, run: KeyRun, context: ReqContext, *, now: float) -> Reservation:
         self._live("prepare_load", context, run)
@@ -493,7 +493,7 @@ class DictManager(OffloadingManager):
     def answer_version(self, context: ReqContext) -> tuple[int, int]:
         return self.version, self.version
 
-    def touch(self, run: KeyRun, context: ReqContext) -> None:
+    def touch(self, run: KeyRun, context: ReqContext, *, now: float) -> None:
         for block_hash in list(run.keys()):
             entry = self.table.pop((run.group, block_hash), None)
             if entry is not None:

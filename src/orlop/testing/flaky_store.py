@@ -1,13 +1,13 @@
 """A files store that fails half of its operations: a disk, or a mount, that is about to give up.
 
-In: what a files store is given. Out: its answers; of every second call of a verb an exception, or an I/O error for some
-of its keys. Never: a wrong byte, a wait; so many failures in a row that nobody would ask it any more.
+In: what a files store is given. Out: its answers; of every second call an exception, or an I/O error for some of its
+keys. Never: a wrong byte, a wait; two calls in a row that fail.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,17 +20,16 @@ Views = Sequence[memoryview]
 
 
 class FlakyStore(ChunkStore):
-    """``FilesStore`` whose verbs fail every second time, each in one of two ways by a coin."""
+    """``FilesStore`` that fails every second time, in one of two ways by a coin."""
 
     def __init__(self, **settings: Any) -> None:
         self._files = FilesStore(**settings)
         self._source = random.Random(0)
-        self._calls: Counter[str] = Counter()
+        self._calls = itertools.count()
 
     def _fails(self, verb: str) -> bool:
         """Whether single keys of this call fail; raises where all of it does."""
-        self._calls[verb] += 1
-        if self._calls[verb] % 2:
+        if next(self._calls) % 2 == 0:
             return False
         if self._source.random() < 0.5:
             raise StoreError(f"found {verb} failing, as it does every second time; expected it to be lived with")

@@ -79,8 +79,11 @@ class OffloadingManager(ABC):
         """
 
     @abstractmethod
-    def touch(self, run: KeyRun, context: ReqContext) -> None:
-        """The chunks of ``run`` were of use: keep them longer; the first chunk longest."""
+    def touch(self, run: KeyRun, context: ReqContext, *, now: float) -> None:
+        """The chunks of ``run`` were of use: keep them longer; the first chunk longest.
+
+        ``prepare_load`` and ``prepare_store`` imply it for what of their run is readable.
+        """
 
     @abstractmethod
     def prepare_load(self, run: KeyRun, context: ReqContext, *, now: float) -> Reservation:
@@ -202,7 +205,8 @@ class SecondaryTierManager(ABC):
         """Only work that must finish with no request around and that no submitted job stands for."""
         return False
 
-    def take_events(self) -> Iterable[CacheEvent]:
+    def take_events(self, namespace: Namespace) -> Iterable[CacheEvent]:
+        """Events since the last call, of chunks of ``namespace``; "all has left" first where that is a new one."""
         return ()
 
     def get_stats(self) -> Mapping[str, float]:
@@ -284,8 +288,19 @@ class ChunkStore(ABC):
         return False
 
     def stats(self) -> Mapping[str, float]:
-        """Counters and gauges by name."""
+        """Counters and gauges by name; counters only grow.
+
+        Known to metrics and the start line are the gauges ``bytes`` and ``chunks`` (kept), ``limit_bytes`` (the bound),
+        ``counted`` (0 while it still looks through what is there; left out where it never has to), and the counter
+        ``evicted_chunks``.
+        """
         return {}
+
+    def watch_removals(self, tell: Callable[[bytes], None]) -> None:
+        """From now on tell each key that leaves and that nobody deleted: evicted for room, or found gone.
+
+        ``tell`` may be called from any thread, before the key can be written again. Stores that cannot say it do not.
+        """
 
     def close(self) -> None:
         """Let go of everything; idempotent."""

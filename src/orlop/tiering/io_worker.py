@@ -20,6 +20,7 @@ makes that rare.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import mmap
@@ -48,6 +49,7 @@ from orlop.tiering.io_messages import (
     Keys,
     NotReady,
     Ready,
+    Removed,
     Report,
     StoreSpec,
     StoreStats,
@@ -64,6 +66,7 @@ PART_CHUNKS = 32
 KEYS_PER_MESSAGE = 65_536
 MOST_TOUCHES = 256
 STATS_EVERY_S = 1.0
+COUNT_AGAIN_S = 0.02
 CLEAR_RETRY_S = 1.0
 DELETE_BATCH = 256
 LINE_CHARACTERS = 1000
@@ -282,7 +285,9 @@ class IoWorker:
             self._move(work, headers)
         finally:
             self._leave(work)
-        self._maybe_stats()
+        with self._lock:
+            idle = not (self._loads or self._stores)
+        self._maybe_stats(idle=idle)
 
     def _next_work(self) -> _Part | Touch | None:
         """The next part, loads first; None once there is nothing left to wait for."""
@@ -540,9 +545,18 @@ class IoWorker:
 
     def _build_first(self) -> None:
         try:
-            self._get_store()
+            store = self._get_store()
         except BaseException as e:
             self._send(NotReady(one_line(e), isinstance(e, ConfigError | MissingExtra)))
+        else:
+            self._say_what_it_holds(store)
+
+    def _say_what_it_holds(self, store: ChunkStore) -> None:
+        """Once it knows: a store may still be looking through its directory."""
+        with contextlib.suppress(Exception):  # what it counts is no reason to fail
+            while not store.stats().get("counted", 1.0) and not self._closing:
+                time.sleep(COUNT_AGAIN_S)
+            self._send(StoreStats(dict(store.stats())))
 
     def _get_store(self) -> ChunkStore:
         if self._store is not None:
@@ -551,6 +565,8 @@ class IoWorker:
             if self._store is None:
                 store = self._spec.build()
                 store.watch(self._tell_keys)
+                if self._options.events:
+                    store.watch_removals(lambda key: self._send(Removed(key)))
                 self._store = store
                 self._send(Ready())
             return self._store
@@ -563,10 +579,11 @@ class IoWorker:
             added, removed = change.added[start:stop].tobytes(), change.removed[start:stop].tobytes()
             self._send(Keys(added, removed, reset=change.reset and start == 0, more=stop < count))
 
-    def _maybe_stats(self) -> None:
+    def _maybe_stats(self, *, idle: bool = False) -> None:
+        """Now and then, and when nothing is left to move, so that the last word is right."""
         now = self._clock()
         with self._lock:
-            if self._store is None or now < self._next_stats:
+            if self._store is None or (now < self._next_stats and not idle):
                 return
             self._next_stats = now + STATS_EVERY_S
         try:

@@ -45,15 +45,20 @@ from orlop.core import (
     TierResult,
     TransferKind,
 )
+from orlop.counting import CHUNK_BOUNDS, Histogram, Stats
 from orlop.errors import InvariantError
 from orlop.host.tier import HostTier, SlotState
 from orlop.tiering.admission import StoreAfter
 from orlop.tiering.base import OffloadingManager, SecondaryTierManager
+from orlop.tiering.events import EventLog
 
 ABSENT, WRITING, READY = 0, 1, 2
 NOWHERE = -1
 FEW = 256
 """A list of deadlines keeps at most so many entries of what is over, and as many more as are not."""
+TOUCH_AGAIN_S = 30.0
+MOST_TOUCHES_PER_STEP = 1024
+"""A tier is told of the use of a chunk that host memory serves at most so often, and of so many chunks in one step."""
 MAX_ASKS_PER_GROUP = 8
 """A life asks the tiers so often per group at most; then what is not readable is a miss."""
 
@@ -115,6 +120,14 @@ class TieringManager(OffloadingManager):
         self._writers = np.full(host.slots, None, dtype=object)
         """Per slot the ``_Writer`` that fills it, so that those who wait for it learn of its end."""
         self._transfer_jobs: dict[int, _Job] = {}
+        self._active = {
+            f"{word}_{what}_active {entry.tier.name}": 0
+            for entry in tiers
+            for word in ("promotion", "cascade")
+            for what in ("jobs", "chunks")
+        }
+        """What of them is in flight, by direction and tier, under the names of ``get_stats``."""
+        self._allocations = Histogram(CHUNK_BOUNDS)
         self._overdue: dict[int, _Job] = {}
         """Jobs settled without their tier's word; their slots are retired until it comes."""
         self._deadlines: list[tuple[float, int]] = []
@@ -124,7 +137,11 @@ class TieringManager(OffloadingManager):
         self._lease_budget = 0
         self._brought_by = np.zeros(host.slots, dtype=np.int8)
         """Per slot 1 + the index of the tier that filled it and that no load has been credited to yet."""
-        self._events: list[CacheEvent] = []
+        self._touched_at = np.full(host.slots, -math.inf)
+        """Per slot when the tiers were last told that what it holds is of use."""
+        self._touches_left = MOST_TOUCHES_PER_STEP
+        self._log = EventLog("host")
+        self._evictions_noted = 0
         self._next_number = 1
 
     # --- lives ----------------------------------------------------------------------------------------------
@@ -152,8 +169,6 @@ class TieringManager(OffloadingManager):
 
     def lookup_prefix(self, run: KeyRun, context: ReqContext, *, now: float, since: float) -> PrefixAnswer:
         ready = self.host.ready_prefix(run)
-        self.counters["chunk_queries"] += len(run)
-        self.counters["chunk_hits"] += ready
         if ready == len(run):
             return PrefixAnswer(ready, ready, math.inf)
         rest = run.part(run.start + ready, run.stop)
@@ -195,6 +210,8 @@ class TieringManager(OffloadingManager):
         here = slice(low - run.start, high - run.start)
         if not ask.answered and now >= since + self._lookup_wait_s:
             ask.closed = True  # goes on with what the other tiers have; a late answer still counts
+            for tier in ask.open.values():
+                self.counters[f"lookup_deadlines_passed {self.tiers[tier].tier.name}"] += 1
         if not ask.answered:
             verdicts[here][absent[here]] = Lookup.RETRY
         elif waits:
@@ -233,12 +250,12 @@ class TieringManager(OffloadingManager):
             answer = entry.tier.lookup_prefix(
                 lookup_id, keys, life.context, namespace=self._namespace, stop_at_miss=stop_at_miss, now=now
             )
-            self.counters[f"tier_queries {entry.tier.name}"] += len(keys)
+            self.counters[f"chunks_queried {entry.tier.name}"] += len(keys)
             if answer is None:
                 self._asks[lookup_id] = ask
                 ask.open[lookup_id] = index
             else:
-                ask.take(index, answer.found)
+                self._take_found(ask, index, answer.found)
         return ask
 
     def _forget_answers(self, ask: _Ask) -> None:
@@ -265,8 +282,25 @@ class TieringManager(OffloadingManager):
                 waits = ((other.wait_until, number) for number, other in self._lives.items())
                 self._lease_ends = sorted((until, number) for until, number in waits if until is not None)
 
-    def touch(self, run: KeyRun, context: ReqContext) -> None:
+    def touch(self, run: KeyRun, context: ReqContext, *, now: float) -> None:
         self.host.touch(run)
+        if self.tiers:
+            self._touch_below(run, self.host.slots_of(run), context, now)
+
+    def _touch_below(self, run: KeyRun, slots: Int64Array, context: ReqContext, now: float) -> None:
+        """Tell the tiers of chunks that are of use here, or what is hot would be the oldest there; the start first.
+
+        ``slots[i]`` holds chunk ``run.start + i``, -1: it is not there.
+        """
+        due = np.flatnonzero((slots >= 0) & (now - self._touched_at[slots] >= TOUCH_AGAIN_S))[: self._touches_left]
+        if not len(due) or context.life not in self._lives:
+            return
+        self._touches_left -= len(due)
+        self._touched_at[slots[due]] = now
+        tail = run.group.to_bytes(4, "big")
+        keys = [run.hashes[run.start + i] + tail for i in due.tolist()]
+        for entry in self.tiers:
+            entry.tier.touch(keys, context)
 
     # --- device transfers ---------------------------------------------------------------------------------------
 
@@ -275,6 +309,8 @@ class TieringManager(OffloadingManager):
         stop = run.start + len(slots)
         self.host.hold(slots)
         self.host.touch_slots(slots)
+        if self.tiers:
+            self._touch_below(run, slots, context, now)
         life = self._lives.get(context.life)
         if life is not None:
             self._drop_wants(life)
@@ -289,13 +325,14 @@ class TieringManager(OffloadingManager):
             self.host.unhold(reservation.slots)
 
     def prepare_store(self, run: KeyRun, context: ReqContext, *, now: float) -> StorePlan:
-        absent, settled = self._look_over(run)
+        absent, settled = self._look_over(run, context, now)
         if absent and self.options.store_after > 1:
             admitted = self._host_admission.admit([run.hashes[c] for c in absent])
             self.counters["stores_skipped"] += len(absent) - sum(admitted)
             absent = [c for c, yes in zip(absent, admitted, strict=True) if yes]
         if not absent:
             return StorePlan(None, settled)
+        self._allocations.observe(len(absent))
         slots = self._reserve_most(run, absent)
         if len(slots) < len(absent):
             self.counters["allocation_failures"] += 1
@@ -305,6 +342,7 @@ class TieringManager(OffloadingManager):
             return StorePlan(None, settled)
         reservation = self._reserve(TransferKind.STORE, context, run, np.array(absent, dtype=np.int64), slots, {})
         self._brought_by[slots] = 0
+        self._touched_at[slots] = now
         writer = _Writer()
         self._writers[slots] = writer
         self._open[reservation.number].writer = writer
@@ -332,13 +370,13 @@ class TieringManager(OffloadingManager):
         if self._close(reservation):
             self.host.unhold(reservation.slots)
 
-    def _look_over(self, run: KeyRun) -> tuple[list[int], int]:
+    def _look_over(self, run: KeyRun, context: ReqContext, now: float) -> tuple[list[int], int]:
         """The chunks of an offer that are not there, and the index of the first that somebody else is writing."""
         if len(run) == 1 and self.host.slot_state(run.group, run.hashes[run.start]) is None:
             return [run.start], run.stop  # what every decoding request offers when it fills a chunk
         states = np.frombuffer(self.host.states(run), dtype=np.uint8)
         if (states == READY).any():
-            self.host.touch(run)  # of use to the device just now, wherever it got them from
+            self.touch(run, context, now=now)  # of use to the device just now, wherever it got them from
         writing = np.flatnonzero(states == WRITING)
         settled = run.start + int(writing[0]) if len(writing) else run.stop
         return (np.flatnonzero(states == ABSENT) + run.start).tolist(), settled
@@ -435,6 +473,7 @@ class TieringManager(OffloadingManager):
             self._serve_wants(now)
         for entry in self.tiers:
             entry.tier.on_schedule_end(now=now)
+        self._touches_left = MOST_TOUCHES_PER_STEP
 
     def _read_reports(self, index: int, tier: SecondaryTierManager, now: float) -> None:
         for answer in tier.get_answers():
@@ -458,34 +497,46 @@ class TieringManager(OffloadingManager):
         if ask is None:
             self.counters["reports_ignored"] += 1
             return
-        ask.take(ask.open.pop(answer.lookup_id), answer.found)
-        self.counters[f"tier_hits {tier.name}"] += answer.found.count(1)
+        self._take_found(ask, ask.open.pop(answer.lookup_id), answer.found)
         ask.life.need_at = -1
         if ask.answered:
             ask.life.progress += 1
 
+    def _take_found(self, ask: _Ask, index: int, found: bytes) -> None:
+        ask.take(index, found)
+        self.counters[f"chunks_hit {self.tiers[index].tier.name}"] += found.count(1)
+
     def _take_result(self, result: TierResult, now: float) -> None:
         late = self._overdue.get(result.job_id)
         if late is not None:
+            self._count_moved(late, result)
             if result.released:
                 del self._overdue[result.job_id]
                 self._let_go(late, now)
             return
-        job = self._transfer_jobs.pop(result.job_id, None)
+        job = self._take_job(result.job_id)
         if job is None:
             self.counters["reports_ignored"] += 1
             return
-        name = self.tiers[job.tier].tier.name
-        self.counters[f"{'read' if job.writer else 'write'}_bytes {name}"] += result.nbytes
-        self.counters[f"{'read' if job.writer else 'write'}_seconds {name}"] += result.seconds
+        self._count_moved(job, result)
         outcomes = result.outcomes
         if len(outcomes) != len(job.order.keys):
             self.counters["surprises"] += 1
             outcomes = (Outcome.IO_ERROR,) * len(job.order.keys)
         ok = np.fromiter((o is Outcome.OK for o in outcomes), dtype=np.bool_, count=len(outcomes))
-        self._settle(job, ok, result.released)
+        self._settle(job, ok, result.released, now)
 
-    def _settle(self, job: _Job, ok: np.ndarray[tuple[int], np.dtype[np.bool_]], released: bool) -> None:
+    def _count_moved(self, job: _Job, result: TierResult) -> None:
+        """What a job has moved, once, however late its report comes."""
+        if job.reported:
+            self.counters["reports_ignored"] += 1
+            return
+        job.reported = True
+        name = self.tiers[job.tier].tier.name
+        self.counters[f"{'read' if job.writer else 'write'}_bytes {name}"] += result.nbytes
+        self.counters[f"{'read' if job.writer else 'write'}_seconds {name}"] += result.seconds
+
+    def _settle(self, job: _Job, ok: np.ndarray[tuple[int], np.dtype[np.bool_]], released: bool, now: float) -> None:
         """The job is over for everybody who waited for it; its slots are given back once it has let go."""
         failed = len(ok) - int(ok.sum())
         name = self.tiers[job.tier].tier.name
@@ -498,10 +549,12 @@ class TieringManager(OffloadingManager):
             if not released and not job.outdated:
                 self.host.abandon(job.order.slots)
         if failed:
-            self.counters[f"{'promotion' if job.writer else 'cascade'}_failures {name}"] += failed
+            self.counters[f"{job.word}_failures {name}"] += failed
+            self.counters[f"{job.word}_jobs_failed {name}"] += 1
         if released:
             self.host.unhold(job.order.slots)
         else:
+            job.overdue_at = now
             self._overdue[job.order.job_id] = job
 
     def _settle_promotion(self, job: _Job, writer: _Writer, ok: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
@@ -522,10 +575,11 @@ class TieringManager(OffloadingManager):
     def _keep_deadlines(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, job_id = heapq.heappop(self._deadlines)
-            job = self._transfer_jobs.pop(job_id, None)
+            job = self._take_job(job_id)
             if job is not None:
                 self.counters["tier_deadlines_passed"] += 1
-                self._settle(job, np.zeros(len(job.order.keys), dtype=np.bool_), released=False)
+                self.counters[f"{job.word}_deadlines_passed {self.tiers[job.tier].tier.name}"] += 1
+                self._settle(job, np.zeros(len(job.order.keys), dtype=np.bool_), released=False, now=now)
                 self.tiers[job.tier].tier.note_hung(self._hung_slots(job.tier), now=now)
         while self._lease_ends and self._lease_ends[0][0] <= now:
             _, life_number = heapq.heappop(self._lease_ends)
@@ -656,6 +710,7 @@ class TieringManager(OffloadingManager):
         )
         writer = _Writer()
         self._writers[slots] = writer
+        self._touched_at[slots] = now
         self._track(job, tier, now + entry.promotion_s, writer)
         entry.tier.submit_load(job, now=now)
         return True
@@ -684,10 +739,23 @@ class TieringManager(OffloadingManager):
         life.forget_wants()
 
     def _track(self, order: TierJob, tier: int, deadline: float, writer: _Writer | None = None) -> None:
-        self._transfer_jobs[order.job_id] = _Job(order, tier, writer)
+        job = self._transfer_jobs[order.job_id] = _Job(order, tier, writer)
+        self._note_active(job, 1)
         heapq.heappush(self._deadlines, (deadline, order.job_id))
         if len(self._deadlines) > 2 * len(self._transfer_jobs) + FEW:
             self._deadlines = sorted(entry for entry in self._deadlines if entry[1] in self._transfer_jobs)
+
+    def _take_job(self, job_id: int) -> _Job | None:
+        """Take a job in flight off the books; None where there is none."""
+        job = self._transfer_jobs.pop(job_id, None)
+        if job is not None:
+            self._note_active(job, -1)
+        return job
+
+    def _note_active(self, job: _Job, change: int) -> None:
+        name = self.tiers[job.tier].tier.name
+        self._active[f"{job.word}_jobs_active {name}"] += change
+        self._active[f"{job.word}_chunks_active {name}"] += change * len(job.order.keys)
 
     # --- the whole ----------------------------------------------------------------------------------------------------
 
@@ -713,20 +781,34 @@ class TieringManager(OffloadingManager):
         self._note_evictions()
         if not self.options.events:
             return ()
-        events, self._events = self._events, []
+        events = self._log.take()
         for entry in self.tiers:
-            events.extend(entry.tier.take_events())
+            events.extend(entry.tier.take_events(self._namespace))
         return events
 
-    def get_stats(self) -> Mapping[str, float]:
-        stats: dict[str, float] = dict(self.counters)
+    def get_stats(self) -> Stats:
+        """Also what the tiers say of themselves; of what both count, the word of this side, which is the same for
+        every kind of tier.
+
+        ``tier_jobs_overdue_at``: when the oldest job whose tier still holds its slots was given up, if there is one.
+        """
+        stats: dict[str, float] = {}
+        for entry in self.tiers:
+            stats.update({f"{name} {entry.tier.name}": value for name, value in entry.tier.get_stats().items()})
+        stats.update(self.counters)
+        stats.update(self._active)
+        stats.update(self._allocations.stats("allocation_chunks"))
+        stats["slots"] = self.host.slots
+        stats["event_overflows host"] = self._log.overflows
         for state, count in self.host.counts().items():
             stats[f"slots_{state.name.lower()}"] = count
         stats["slots_leased"] = self.host.leased
+        stats["slots_being_read"] = self.host.being_read
+        stats["host_evictions"] = self.host.evictions
         stats["tier_jobs_in_flight"] = len(self._transfer_jobs)
         stats["tier_jobs_overdue"] = len(self._overdue)
-        for entry in self.tiers:
-            stats.update({f"{name} {entry.tier.name}": value for name, value in entry.tier.get_stats().items()})
+        if self._overdue:
+            stats["tier_jobs_overdue_at"] = next(iter(self._overdue.values())).overdue_at
         return stats
 
     def shutdown(self, *, now: float, deadline_s: float) -> None:
@@ -773,14 +855,20 @@ class TieringManager(OffloadingManager):
     def _note_stored(self, group: int, hashes: tuple[bytes, ...]) -> None:
         if self.options.events:
             self._note_evictions()  # first, because a chunk may have left before it came back
-            self._events.append(CacheEvent(True, "host", group, hashes))
+            self._log.stored(group, hashes)
 
     def _note_evictions(self) -> None:
         gone: dict[int, list[bytes]] = {}
         for group, block_hash in self.host.take_evicted():
             gone.setdefault(group, []).append(block_hash)
-        if self.options.events:
-            self._events += [CacheEvent(False, "host", group, tuple(hashes)) for group, hashes in gone.items()]
+        left, self._evictions_noted = self.host.evictions - self._evictions_noted, self.host.evictions
+        if not self.options.events:
+            return
+        if left > sum(map(len, gone.values())):
+            self._log.cleared()  # more than host memory remembers
+            return
+        for group, hashes in gone.items():
+            self._log.removed(group, hashes)
 
     def _number(self) -> int:
         self._next_number += 1
@@ -814,6 +902,13 @@ class _Job:
     tier: int
     writer: _Writer | None
     outdated: bool = False
+    reported: bool = False
+    overdue_at: float = math.inf
+    """When it was settled while its tier still held its slots."""
+
+    @property
+    def word(self) -> str:
+        return "promotion" if self.writer else "cascade"
 
 
 class _Ask:

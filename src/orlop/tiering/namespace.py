@@ -15,6 +15,8 @@ import hashlib
 import json
 import os
 import secrets
+import stat
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +35,9 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 SAMPLE_PAGES = 64
 SAMPLE_PAGE_BYTES = 64 * 1024
 _READ_BYTES = 8 * 1024**2
+_MOST_DESCRIPTION_BYTES = 4 << 20
+_DRAFT_AGE_S = 60.0
+"""A draft that is older was left by a process that was killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +179,15 @@ def write_description(root: str | os.PathLike[str], fingerprint: Fingerprint) ->
         with suppress(OSError):
             draft.unlink()
         return False
+    _collect_drafts(Path(root))
     return True
+
+
+def _collect_drafts(root: Path) -> None:
+    for draft in root.glob(".*.draft"):
+        with suppress(OSError):
+            if time.time() - draft.lstat().st_mtime > _DRAFT_AGE_S:
+                draft.unlink()
 
 
 def read_descriptions(root: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
@@ -185,13 +198,20 @@ def read_descriptions(root: str | os.PathLike[str]) -> dict[str, dict[str, Any]]
     except OSError:
         return {}
     for path in paths:
-        try:
-            description = json.loads(path.read_text(encoding="ascii"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(description, dict):
-            found[path.stem] = description
+        with suppress(OSError, ValueError, RecursionError):
+            description = json.loads(_text_of(path))
+            if isinstance(description, dict):
+                found[path.stem] = description
     return found
+
+
+def _text_of(path: Path) -> str:
+    """What a regular file of a sensible size holds. Anybody may have put there anything, pipes and devices too."""
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_DESCRIPTION_BYTES:
+            raise ValueError(f"{path} is no description")
+        return file.read(_MOST_DESCRIPTION_BYTES).decode("ascii")
 
 
 # --- weights -----------------------------------------------------------------------------------------------

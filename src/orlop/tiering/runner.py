@@ -28,12 +28,26 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from orlop.background import start_thread
-from orlop.core import Namespace, Outcome, ReqContext, TierAnswer, TierJob, TierResult, TransferKind
+from orlop.core import (
+    CacheEvent,
+    Namespace,
+    Outcome,
+    ReqContext,
+    TierAnswer,
+    TierJob,
+    TierResult,
+    TransferKind,
+    unpack_key,
+)
+from orlop.counting import ASYNC_BOUNDS, SYNC_BOUNDS, Histogram, Stats
 from orlop.errors import ConfigError
 from orlop.host.region import HostRegion
 from orlop.tiering.base import SecondaryTierManager
 from orlop.tiering.breaker import Breaker, BreakerOptions, BreakerState
+from orlop.tiering.events import EventLog
 from orlop.tiering.io_links import Link, ProcessLink, open_link
 from orlop.tiering.io_messages import (
     OUTCOME_CODES,
@@ -48,6 +62,7 @@ from orlop.tiering.io_messages import (
     Keys,
     NotReady,
     Ready,
+    Removed,
     Report,
     StoreSpec,
     StoreStats,
@@ -55,6 +70,7 @@ from orlop.tiering.io_messages import (
     ToWorker,
     Transfer,
 )
+from orlop.tiering.key_index import key_name
 from orlop.tiering.known_keys import KnownKeys
 
 log = logging.getLogger(__name__)
@@ -64,6 +80,9 @@ KILL_GRACE_S = 1.0
 """How long a killed I/O process may take to die; one that waits in the kernel for a dead mount takes longer."""
 
 LOG_EVERY_S = 10.0
+
+QUEUE_FULL, BREAKER_OPEN, SHUT_DOWN = REFUSALS = ("queue_full", "breaker_open", "shut_down")
+"""Why something is not even tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +95,8 @@ class RunnerOptions:
     ``load_wait_s`` and ``store_wait_s``: a transfer that waited longer for its turn is not tried. ``max_retired``:
     slots retired past their deadline above which the breaker opens. ``restart_s`` is the first pause before a dead
     I/O process is started again, doubled up to ``max_restart_s`` until one lives for longer than that.
-    ``most_posted``: messages on their way to the worker above which touches are dropped.
+    ``most_posted``: messages on their way to the worker above which touches are dropped. ``events``: cache events are
+    kept until somebody takes them.
     """
 
     name: str
@@ -93,10 +113,11 @@ class RunnerOptions:
     breaker: BreakerOptions = field(default_factory=BreakerOptions)
     restart_s: float = 0.1
     max_restart_s: float = 30.0
+    events: bool = False
 
     def io_options(self) -> IoOptions:
         """The part of it that the worker needs."""
-        return IoOptions(self.name, self.threads, self.lookup_threads, self.load_wait_s, self.store_wait_s)
+        return IoOptions(self.name, self.threads, self.lookup_threads, self.load_wait_s, self.store_wait_s, self.events)
 
 
 @dataclass(slots=True)
@@ -157,6 +178,13 @@ class TierRunner(SecondaryTierManager):
         self._clears = 0
         self._clearing = False
         self._namespace: Namespace | None = None
+        self._sync_delays = Histogram(SYNC_BOUNDS)
+        self._answer_delays = Histogram(ASYNC_BOUNDS)
+        self._events = EventLog(options.name)
+        self._announced: dict[int, bytes] = {}
+        """Keys of the events' namespace that were said to be stored and not to have left, by name; else empty."""
+        self._events_of: bytes | None = None
+        """Digest of the namespace that the events are about."""
         self._closed = False
         self._was_closed = True
         self._told: str | None = None
@@ -182,6 +210,12 @@ class TierRunner(SecondaryTierManager):
             raise ConfigError(trouble.text)
         return trouble.text
 
+    def wait_counted(self, timeout_s: float) -> bool:
+        """Whether the store knows by then what it holds, so that ``get_stats`` says so. Waits; for start-up only."""
+        known = self._pump.wait_counted(timeout_s)
+        self._crank(self._clock())
+        return known
+
     @property
     def io_pid(self) -> int | None:
         """The I/O process while one is there; None between two of them, and in thread mode. For tools and tests."""
@@ -199,15 +233,27 @@ class TierRunner(SecondaryTierManager):
         stop_at_miss: bool = True,
         now: float,
     ) -> TierAnswer | None:
+        start = self._clock()
+        answer = self._ask(lookup_id, keys, namespace, stop_at_miss, now)
+        self._sync_delays.observe(self._clock() - start)
+        return answer
+
+    def _ask(
+        self, lookup_id: int, keys: Sequence[bytes], namespace: Namespace, stop_at_miss: bool, now: float
+    ) -> TierAnswer | None:
         self._crank(now)
         self._namespace = namespace
         self._counters["chunks_queried"] += len(keys)
-        if self._closed or not keys or len(self._asked) >= self._options.most_lookups:
-            self._counters["lookups_refused"] += 1
-            return TierAnswer(lookup_id, bytes(len(keys)))
-        ticket = self._breaker.admit(now)
+        reason, ticket = "", None
+        if self._closed:
+            reason = SHUT_DOWN
+        elif len(self._asked) >= self._options.most_lookups:
+            reason = QUEUE_FULL
+        elif keys and (ticket := self._breaker.admit(now)) is None:
+            reason = BREAKER_OPEN
         if ticket is None:
-            self._counters["lookups_refused"] += 1
+            if reason:
+                self._counters[f"lookups_refused_{reason}"] += 1
             return TierAnswer(lookup_id, bytes(len(keys)))
         found = None if self._clearing else self._pump.known.find(namespace.digest, keys, stop_at_miss)
         if found is not None:
@@ -226,7 +272,7 @@ class TierRunner(SecondaryTierManager):
     # --- jobs --------------------------------------------------------------------------------------
 
     def submit_store(self, job: TierJob, *, now: float) -> None:
-        self._submit(job, self._options.queue_bytes, "stores_dropped", now)
+        self._submit(job, self._options.queue_bytes, "stores_refused", now)
 
     def submit_load(self, job: TierJob, *, now: float) -> None:
         self._submit(job, self._options.load_queue_bytes, "loads_refused", now)
@@ -234,22 +280,24 @@ class TierRunner(SecondaryTierManager):
     def _submit(self, job: TierJob, bound: int, refused: str, now: float) -> None:
         self._crank(now)
         self._namespace = job.namespace
+        self._turn_events_to(job.namespace.digest)
         if not job.keys:
             self._results.append(TierResult(job.job_id, ()))
             return
         entry = _Open(job, -1)
         queued = self._open_bytes[job.kind]
-        reason = ""
+        kind = reason = ""
         if self._closed:
-            reason = "the tier is shut down"
+            kind, reason = SHUT_DOWN, "the tier is shut down"
         elif queued and queued + entry.nbytes > bound:
-            reason = f"the queue is full: {queued} of {bound} bytes"
+            kind, reason = QUEUE_FULL, f"the queue is full: {queued} of {bound} bytes"
         elif (ticket := self._breaker.admit(now)) is None:
-            reason = "the breaker is open"
+            kind, reason = BREAKER_OPEN, "the breaker is open"
         else:
             entry.ticket = ticket
         if reason:
-            self._counters[refused] += 1
+            self._counters[f"{refused}_{kind}"] += 1
+            self._counters[f"chunks_{refused}_{kind}"] += len(job.keys)
             self._results.append(TierResult(job.job_id, (Outcome.UNAVAILABLE,) * len(job.keys), reason=reason))
             return
         self._open[job.job_id] = entry
@@ -293,16 +341,21 @@ class TierRunner(SecondaryTierManager):
         elif more:
             self._breaker.stalled(now, "jobs are past their deadline")
 
-    def get_stats(self) -> Mapping[str, float]:
+    def get_stats(self) -> Stats:
         """Counters since the start; gauges are ``queue_bytes``, ``load_queue_bytes``, ``open_*``, ``breaker_state``.
 
         ``read_<outcome>`` and ``written_<outcome>`` count chunks, ``damaged_<reason>`` those that did not verify;
-        ``store_<name>`` is the store's own. ``breaker_state``: 0 closed, 1 half-open, 2 open.
+        what was not even tried is ``stores_refused_<why>``, ``loads_refused_<why>`` (jobs, and with ``chunks_``
+        before it chunks) and ``lookups_refused_<why>``. ``lookup_sync_seconds`` and ``lookup_async_seconds`` are
+        histograms: the time of a call, and until its answer came. ``store_<name>`` is the store's own.
+        ``breaker_state``: 0 closed, 1 half-open, 2 open.
         """
         load, store = TransferKind.LOAD, TransferKind.STORE
         return {
             **{f"store_{name}": value for name, value in self._store_stats.items()},
             **self._counters,
+            **self._sync_delays.stats("lookup_sync_seconds"),
+            **self._answer_delays.stats("lookup_async_seconds"),
             "read_seconds": self._seconds[load],
             "written_seconds": self._seconds[store],
             "queue_bytes": self._open_bytes[store],
@@ -311,8 +364,14 @@ class TierRunner(SecondaryTierManager):
             "open_lookups": len(self._asked),
             "breaker_state": int(self._breaker.state),
             "breaker_opened": self._breaker.opened,
+            "event_overflows": self._events.overflows,
             "io_restarts": self._pump.restarts,
         }
+
+    def take_events(self, namespace: Namespace) -> Sequence[CacheEvent]:
+        self._crank(self._clock())
+        self._turn_events_to(namespace.digest)
+        return self._events.take()
 
     def clear(self) -> None:
         """What was asked for before is answered with nothing found; the worker removes the bytes."""
@@ -325,6 +384,9 @@ class TierRunner(SecondaryTierManager):
         self._asked.clear()
         for entry in self._open.values():
             entry.forgotten = True
+        if self._announced:
+            self._announced.clear()
+            self._events.cleared()
         self._pump.post(Clear(self._clears))
 
     def shutdown(self, deadline_s: float) -> None:
@@ -347,6 +409,11 @@ class TierRunner(SecondaryTierManager):
                 self._take_answer(message, now)
             elif isinstance(message, NotReady):
                 self._breaker.trip(now, message.text)
+            elif isinstance(message, Removed):
+                self._note_removed(key_name(message.key))
+            elif isinstance(message, Keys):
+                for name in np.frombuffer(message.removed, np.uint64).tolist():
+                    self._note_removed(name)
             elif isinstance(message, Cleared):
                 self._clearing = self._clearing and message.number != self._clears
             elif isinstance(message, StoreStats):
@@ -366,6 +433,8 @@ class TierRunner(SecondaryTierManager):
             gone = Outcome.MISSING if kind is TransferKind.LOAD else Outcome.UNAVAILABLE
             outcomes = tuple(gone if outcome is Outcome.OK else outcome for outcome in outcomes)
         self._count(report, kind, outcomes)
+        if self._options.events:
+            self._note_outcomes(entry.job, outcomes)
         if not self._closed:
             self._judge(report, entry, outcomes, now)
         self._results.append(
@@ -396,12 +465,45 @@ class TierRunner(SecondaryTierManager):
             self._counters["late_answers"] += 1
             return
         self._answers.append(TierAnswer(answer.lookup_id, answer.found))
+        self._answer_delays.observe(now - asked.at)
         self._counters["chunks_hit"] += answer.found.count(1)
         if answer.trouble:
             self._counters["lookups_failed"] += 1
             self._breaker.failed(asked.ticket, now, answer.trouble)
         else:
             self._breaker.succeeded(asked.ticket, now, transfer=False)
+
+    def _note_outcomes(self, job: TierJob, outcomes: Sequence[Outcome]) -> None:
+        """Events of what a job found: what was kept is there, what could not be read is not."""
+        if job.namespace.digest != self._events_of:
+            return
+        if job.kind is TransferKind.LOAD:
+            for key, outcome in zip(job.keys, outcomes, strict=True):
+                if outcome in (Outcome.MISSING, Outcome.CORRUPT):
+                    self._note_removed(key_name(job.namespace.digest + key))
+            return
+        kept = [key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome is Outcome.OK]
+        named = {key_name(job.namespace.digest + key): key for key in kept}
+        fresh = {name: key for name, key in named.items() if name not in self._announced}
+        self._announced.update(fresh)
+        if not self._events.stored(job.group, [key[:-4] for key in fresh.values()]):
+            self._announced.clear()
+
+    def _note_removed(self, name: int) -> None:
+        """An event for a key that has left, where it was said to be there."""
+        key = self._announced.pop(name, None)
+        if key is None:
+            return
+        block_hash, group = unpack_key(key)
+        if not self._events.removed(group, [block_hash]):
+            self._announced.clear()
+
+    def _turn_events_to(self, digest: bytes) -> None:
+        """Events are about this namespace from now on: what was stored in another is not found any more."""
+        if self._options.events and self._events_of not in (None, digest):
+            self._announced.clear()
+            self._events.cleared()
+        self._events_of = digest
 
     def _log_failure(self, report: Report, kind: TransferKind, now: float) -> None:
         if now < self._log_again:
@@ -457,7 +559,7 @@ class Pump:
         io_process: bool,
         notify: Callable[[], None],
     ) -> None:
-        self.arrived: deque[_Settled | _Released | Answer | NotReady | Cleared | StoreStats] = deque()
+        self.arrived: deque[_Settled | _Released | Answer | NotReady | Keys | Cleared | Removed | StoreStats] = deque()
         self.known = KnownKeys()
         """Of a store that tells them; the owner writes it, the engine's thread reads it."""
         self.restarts = 0
@@ -480,6 +582,7 @@ class Pump:
         self._first_try = threading.Event()
         self._settled = threading.Event()
         self._decided = threading.Event()
+        self._counted = threading.Event()
         self.not_ready: NotReady | None = None
         self._start()
 
@@ -506,6 +609,10 @@ class Pump:
     def wait_ready(self, timeout_s: float) -> bool:
         """Whether it is known by then if the store is open; ``not_ready`` says why it is not."""
         return self._decided.wait(timeout_s)
+
+    def wait_counted(self, timeout_s: float) -> bool:
+        """Whether the store has said by then all that it holds."""
+        return self._counted.wait(timeout_s)
 
     def shutdown(self, deadline_s: float) -> None:
         if os.getpid() != self._pid:
@@ -673,12 +780,16 @@ class Pump:
             self.arrived.append(message)
         elif isinstance(message, Keys):
             self.known.take(message)
+            if self._options.events and message.removed:
+                self.arrived.append(message)
         elif isinstance(message, Ready):
             self.not_ready = None
             self._decided.set()
         elif isinstance(message, NotReady):
             self._not_started(message.text, permanent=message.permanent)
         else:
+            if isinstance(message, StoreStats) and message.values.get("counted", 1.0):
+                self._counted.set()
             self.arrived.append(message)
 
     def _not_started(self, text: str, *, permanent: bool = False) -> None:

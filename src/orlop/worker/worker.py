@@ -200,6 +200,8 @@ class OffloadingConnectorWorker:
         self._failed_blocks: dict[str, set[int]] = {}
         self.fence_waits = 0
         self.fence_wait_s = 0.0
+        self._said_waits = 0
+        self._said_wait_s = 0.0
         self.failed_jobs = 0
 
     def handle_preemptions(self, meta: OffloadingConnectorMetadata) -> None:
@@ -298,7 +300,9 @@ class OffloadingConnectorWorker:
         ok = result.ok and result.job_id not in self._doomed
         self._doomed.discard(result.job_id)
         self.failed_jobs += not ok
-        return JobReport(result.job_id, self._rank, ok, result.nbytes, result.seconds)
+        waits, wait_s = self.fence_waits - self._said_waits, self.fence_wait_s - self._said_wait_s
+        self._said_waits, self._said_wait_s = self.fence_waits, self.fence_wait_s
+        return JobReport(result.job_id, self._rank, ok, result.nbytes, result.seconds, waits, wait_s)
 
 
 def _block_ids(job: TransferJob) -> list[int]:

@@ -34,7 +34,7 @@ class DiskFolder:
     kind = "disk"
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = self.root = Path(path)
         self._root = os.path.abspath(path)
         self._device = Device(False, lambda error: None)
         self._places = KeyIndex()

