@@ -1,4 +1,4 @@
-"""The engine with Orlop's own connector: tokens, books and drain, with host memory alone and with files below it."""
+"""The engine with Orlop's own connector: tokens, books and drain, with host memory alone and with a tier below it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ torch.set_num_threads(1)
 MAX_STEPS = 50_000
 
 
-@pytest.fixture(params=["host", "files"])
+@pytest.fixture(params=["host", "files", "disk"])
 def settings(request, tmp_path):
-    """A host tier of 40 blocks, alone or above files; the I/O of the files runs in the engine's process."""
+    """A host tier of 40 blocks, alone or above a tier whose I/O runs in the engine's process."""
     settings = {"host": {"bytes": 40 * 4 * 512}, "blocks_per_chunk": 2, "io_process": False}
-    if request.param == "files":
-        settings["tiers"] = [{"type": "files", "path": str(tmp_path / "files"), "bytes": "64MiB"}]
+    if request.param != "host":
+        settings["tiers"] = [{"type": request.param, "path": str(tmp_path / request.param), "bytes": "64MiB"}]
     return settings
 
 
@@ -112,8 +112,8 @@ def test_after_a_reset_with_other_weights_nothing_of_the_old_ones_is_loaded(make
     assert result.tokens == greedy(llm, prompt, 4)
 
 
-@pytest.mark.parametrize("settings", ["files"], indirect=True)
-def test_an_engine_that_comes_later_starts_from_the_files(make):
+@pytest.mark.parametrize("settings", ["files", "disk"], indirect=True)
+def test_an_engine_that_comes_later_starts_from_the_tier(make):
     prompt = [7 * i % 512 for i in range(60)]
     first = make(num_blocks=24, block_tokens=4)
     expected = first.generate([prompt], 5)[0]
