@@ -324,7 +324,7 @@ class OffloadingConnector:
             payloads,
             store_after=config.host.store_after,
             keep_tiers_on_reset=config.keep_tiers_on_reset,
-            events=spec.events,
+            events=config.events or spec.events,
             usable_slots=lambda: region.usable_slots,
         )
         self._manager = TieringManager(host, entries, fingerprint.namespace, FIRST_GENERATION, options)
@@ -400,7 +400,7 @@ class OffloadingConnector:
         if tier.type in STORES:
             kwargs["direct_io"] = tier.direct_io
         if tier.type == "disk":
-            kwargs |= {"policy": tier.policy, "namespace": fingerprint.namespace().digest}
+            kwargs |= {"policy": tier.policy, "sync": tier.sync, "namespace": fingerprint.namespace().digest}
         options = RunnerOptions(
             name,
             queue_bytes=tier.queue_bytes,
@@ -410,6 +410,7 @@ class OffloadingConnector:
             lookup_limit_s=max(LEAST_LOOKUP_LIMIT_S, tier.deadline.lookup_s),
             load_wait_s=tier.deadline.promotion_s,
             store_wait_s=tier.deadline.cascade_s,
+            events=(self.config.events or self.spec.events) and tier.events,
         )
         spec = StoreSpec(STORES.get(tier.type, tier.type), {k: v for k, v in kwargs.items() if v is not None})
         runner = TierRunner(options, region, spec, io_process=self.config.io_process, clock=self._clock)

@@ -517,9 +517,14 @@ class TierAnswer:
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """Chunks that became readable in, or left, a tier (``medium``: ``host`` or the tier's name)."""
+    """Chunks that became readable in, or left, a tier (``medium``: ``host`` or the tier's name).
+
+    A chunk goes by the hash of its end, which is the one under which it is found. ``cleared``: everything of the medium
+    has left, of all groups; then there are no ``hashes`` and ``group`` says nothing.
+    """
 
     stored: bool
     medium: str
     group: int
     hashes: tuple[bytes, ...] = field(default=())
+    cleared: bool = False

@@ -417,7 +417,7 @@ def test_hits_go_by_vllms_names_for_places() -> None:
 
 
 def test_events_are_published_as_vllms() -> None:
-    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
     from orlop.vllm.translate import vllm_events
@@ -431,3 +431,5 @@ def test_events_are_published_as_vllms() -> None:
     assert (stored.block_hashes, stored.medium, stored.group_idx, stored.block_size) == ([a, b], "CPU", 1, 128)
     assert isinstance(removed, BlockRemoved)
     assert (removed.block_hashes, removed.medium, removed.group_idx) == ([c], "STORAGE", 0)
+    (cleared,) = vllm_events([CacheEvent(False, "host", -1, cleared=True)], (64, 128))
+    assert isinstance(cleared, AllBlocksCleared)

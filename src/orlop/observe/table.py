@@ -462,6 +462,14 @@ _WHOLE = (
     _counter(
         "orlop_promotions_cut", "requests", "Waits cut short because they asked for too much room.", "promotions_cut"
     ),
+    _counter(
+        "orlop_event_overflows",
+        "times",
+        "Times more cache events waited than are kept; whoever reads them was told to forget the tier.",
+        "event_overflows",
+        about="tier",
+        trouble=True,
+    ),
     _counter("orlop_resets", "times", "Cache resets.", "resets"),
     _counter("orlop_reports_ignored", "reports", "Reports that were repeated, unknown or outdated.", "reports_ignored"),
     _counter(

@@ -11,7 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    MEDIUM_STORAGE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorTransferResults,
@@ -220,8 +227,15 @@ def _source_of(tier: str) -> CacheHitSource:
 
 
 def vllm_events(events: Iterable[CacheEvent], chunk_tokens: Sequence[int]) -> Iterator[KVCacheEvent]:
-    """Cache events as vLLM publishes them: a chunk goes by the hash of its end, its tokens are not told."""
+    """Cache events as vLLM publishes them: a chunk goes by the hash of its end, its tokens are not told.
+
+    vLLM has no word for "everything of this tier has left" but one that means the device too: a reader who follows it
+    knows too little for a while, and never too much.
+    """
     for event in events:
+        if event.cleared:
+            yield AllBlocksCleared()
+            continue
         hashes = [maybe_convert_block_hash(block_hash) for block_hash in event.hashes]
         medium = MEDIUM_CPU if event.medium == "host" else MEDIUM_STORAGE
         if event.stored:
