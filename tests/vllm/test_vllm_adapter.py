@@ -424,9 +424,9 @@ def test_events_are_published_as_vllms() -> None:
 
     a, b, c = map(maybe_convert_block_hash, (b"a", b"b", b"c"))
 
-    stored, removed = vllm_events(
-        [CacheEvent(True, "host", 1, (b"a", b"b")), CacheEvent(False, "0:files", 0, (b"c",))], (64, 128)
-    )
+    said = [CacheEvent(True, "host", 1, (b"a", b"b")), CacheEvent(False, "0:files", 0, (b"c",))]
+    stored, removed, cleared = vllm_events([*said, CacheEvent(False, "host", 0, cleared=True)], (64, 128))
+    assert isinstance(cleared, AllBlocksCleared)
     assert isinstance(stored, BlockStored)
     assert (stored.block_hashes, stored.medium, stored.group_idx, stored.block_size) == ([a, b], "CPU", 1, 128)
     assert isinstance(removed, BlockRemoved)
