@@ -14,7 +14,6 @@ OWNERS = {"config": OrlopConfig, "host": HostConfig, "tier": TierConfig, "deadli
 """How code calls what it reads a field from: ``tier.path``, ``self.config.host.bytes``."""
 
 NOT_READ = {
-    "config.hash": "an engine's to honour; the one value that joins is what the embedded engine does",
     "config.weights": "for an engine whose weights are files; the one value that joins is what such an engine does",
 }
 

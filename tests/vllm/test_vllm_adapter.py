@@ -254,6 +254,22 @@ def test_ranks_of_another_kind_are_refused(make_config: Callable[..., Any], name
         refuse_what_is_not_there(SimpleNamespace(parallel_config=parallel))
 
 
+def test_a_role_that_a_cache_does_not_have_is_refused(make_config: Callable[..., Any]) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from orlop.vllm.connector import OrlopConnector
+
+    config = make_config(kv_transfer_config={**TRANSFER, "kv_role": "kv_consumer"})
+    with pytest.raises(ConfigError, match="kv_role: found 'kv_consumer', expected 'kv_both'"):
+        OrlopConnector(config, KVConnectorRole.WORKER, kv_cache(full()))
+
+
+def test_a_hash_that_vllm_does_not_make_is_refused(make_config: Callable[..., Any]) -> None:
+    assert start(make_config, {"hash": "sha256"}, prefix_caching_hash_algo="sha256")
+    with pytest.raises(ConfigError, match="hash: found 'sha256', expected vLLM's 'sha256_cbor'"):
+        start(make_config, {"hash": "sha256"}, prefix_caching_hash_algo="sha256_cbor")
+
+
 @pytest.mark.fault("B156")
 def test_ranks_on_several_hosts_are_refused() -> None:
     from orlop.vllm.translate import refuse_what_is_not_there
@@ -408,9 +424,9 @@ def test_events_are_published_as_vllms() -> None:
 
     a, b, c = map(maybe_convert_block_hash, (b"a", b"b", b"c"))
 
-    stored, removed = vllm_events(
-        [CacheEvent(True, "host", 1, (b"a", b"b")), CacheEvent(False, "0:files", 0, (b"c",))], (64, 128)
-    )
+    said = [CacheEvent(True, "host", 1, (b"a", b"b")), CacheEvent(False, "0:files", 0, (b"c",))]
+    stored, removed, cleared = vllm_events([*said, CacheEvent(False, "host", 0, cleared=True)], (64, 128))
+    assert isinstance(cleared, AllBlocksCleared)
     assert isinstance(stored, BlockStored)
     assert (stored.block_hashes, stored.medium, stored.group_idx, stored.block_size) == ([a, b], "CPU", 1, 128)
     assert isinstance(removed, BlockRemoved)

@@ -56,6 +56,12 @@ class TestOneEngine:
         assert serve(llama, prompt, cache_salt="alice") == 192
         assert serve(llama, prompt) == 192
 
+    def test_both_halves_say_the_same_of_the_engine(self, llama: Engine) -> None:
+        """Else the worker would choose another chunk size than that of what the scheduler's half finds stored."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        assert get_kv_transfer_group()._half.spec == llama.connector._half.spec
+
     @pytest.mark.fault("B236")
     def test_a_request_that_must_not_read_caches_is_served_none(self, llama: Engine) -> None:
         prompt = text(random.Random(2), 200)

@@ -50,6 +50,7 @@ class OrlopConnector(KVConnectorBase_V1, SupportsHMA):
         translate.refuse_what_is_not_there(vllm_config)
         transfer = vllm_config.kv_transfer_config
         self._config = OrlopConfig.load(transfer.kv_connector_extra_config, source="kv_connector_extra_config")
+        translate.refuse_what_contradicts(vllm_config, self._config)
         self._output = WorkerOutput()
         self._patience = Patience(self._config.drain_deadline_s)
         self._half = self._make_half(role is KVConnectorRole.SCHEDULER)

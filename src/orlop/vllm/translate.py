@@ -37,6 +37,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
+from orlop.config import OrlopConfig
 from orlop.core import CacheEvent, EngineSpec, JobReport, KVGroup, OffloadingConnectorMetadata, WorkerOutput
 from orlop.errors import ConfigError
 from orlop.vllm.identity import identity
@@ -93,6 +94,21 @@ def worker_output(output: KVConnectorOutput) -> WorkerOutput:
 
 
 # --- the engine -----------------------------------------------------------------------------------------
+
+
+def refuse_what_contradicts(vllm_config: Any, config: OrlopConfig) -> None:
+    """``ConfigError`` for settings of ours that vLLM's own say otherwise."""
+    role, theirs = vllm_config.kv_transfer_config.kv_role, vllm_config.cache_config.prefix_caching_hash_algo
+    if role != "kv_both":
+        raise ConfigError(
+            f"kv_role: found {role!r}, expected 'kv_both': a cache stores and loads; a tier that is only read has "
+            "'write': 'off'"
+        )
+    if config.hash not in (None, theirs):
+        raise ConfigError(
+            f"hash: found {config.hash!r}, expected vLLM's {theirs!r}: it hashes the blocks; leave hash out and say "
+            "it with --prefix-caching-hash-algo"
+        )
 
 
 def refuse_what_is_not_there(vllm_config: Any) -> None:
