@@ -142,7 +142,9 @@ def test_every_problem_is_in_one_message_with_key_finding_and_what_is_allowed() 
 
 def test_what_is_refused_next_is_not_offered_as_allowed() -> None:
     message = refusal({"fils": FILES})
-    assert "(did you mean files?); allowed: blocks_per_chunk, disk, drain_deadline, files, hash, host," in message
+    assert (
+        "(did you mean files?); allowed: blocks_per_chunk, disk, drain_deadline, events, files, hash, host," in message
+    )
     assert not any(kind in refusal({"objcts": {}}) for kind in ("objects", "valkey"))
 
 
@@ -157,6 +159,11 @@ def test_a_bound_too_small_is_refused_before_anything_starts(kind: str) -> None:
     assert "tiers.0.bytes: found '1MB', allowed: '1MiB' or more" in refusal({kind: {"path": "/a", "bytes": "1MB"}})
     assert "tiers.0.bytes: found nothing, allowed: a bound like '1TB'" in refusal({kind: {"path": "/a"}})
     assert load({"tiers": [{"type": "my.stores:Tape", "bytes": 1}]}).tiers[0].bytes == 1
+
+
+def test_only_a_slab_can_sync() -> None:
+    assert load({"disk": {"path": "/a", "bytes": "1GB", "sync": True}}).tiers[0].sync
+    assert "tiers.0.sync: found True, allowed: false for type 'files'" in refusal({"tiers": [FILES | {"sync": True}]})
 
 
 def test_a_class_of_the_users_own_is_accepted_as_tier_and_as_policy() -> None:
@@ -299,7 +306,7 @@ def test_a_store_threshold_of_zero_means_at_once() -> None:
         ({"cache_policy_module_path": "my.policy"}, "host: {'policy': 'module:Class'}"),
         ({"max_tracker_size": 64000}, "bounded by itself; leave it out"),
         ({"backpressure": {"alpha": 0.15}}, "queue_bytes"),
-        ({"self_describing_kv_events": True}, "events are not there yet"),
+        ({"self_describing_kv_events": True}, "an event names each chunk"),
         ({"canonical_layout": True}, "one layout"),
         ({"offload_prompt_only": "yes"}, "write offload_decode"),
         ({"secondary_tiers": {}}, "write tiers"),

@@ -258,9 +258,22 @@ class TierConfig(_Settings):
     deadline: DeadlineConfig = Field(default=DeadlineConfig(), description="its deadlines")
     threads: Annotated[int, BeforeValidator(_parse_threads)] = Field(default=4, description="threads of its I/O")
     queue_bytes: Size = Field(default=256 * 1024**2, description="bytes that may wait to be stored; more is dropped")
+    events: StrictBool = Field(default=True, description="whether cache events, where they are on, tell of it too")
     direct_io: Literal["auto", "on", "off"] = Field(
         default="auto", description="bypass the page cache: `auto`, `on`, `off`"
     )
+    sync: StrictBool = Field(
+        default=False,
+        description="true: what was stored survives a power cut, at two syncs per write; for `disk` alone. What is "
+        "served is verified either way",
+    )
+
+    @field_validator("sync")
+    @classmethod
+    def _can_sync(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("type") not in ("disk", None):
+            raise ValueError(f"false for type {info.data['type']!r}: only 'disk' can")
+        return value
 
     @field_validator("path", "bytes")
     @classmethod
@@ -314,6 +327,10 @@ class OrlopConfig(_Settings):
         default=None,
         description="a name for the weights, that changes whenever they do: what is stored under another is not "
         "served; weights that are not files need one for tiers",
+    )
+    events: StrictBool = Field(
+        default=False,
+        description="keep cache events (chunks stored in a tier, chunks that left it) for whoever takes them",
     )
     io_process: StrictBool = Field(default=True, description="false: tier I/O by threads of the engine's process")
 
@@ -530,13 +547,13 @@ _VLLM_REFUSED = {
     "backpressure": "a tier drops stores beyond its queue by itself; write the tier's queue_bytes, or leave it out",
 }
 _VLLM_REFUSED_IF_TRUE = {
-    "self_describing_kv_events": "events are not there yet; leave it out",
+    "self_describing_kv_events": "an event names each chunk by the hash under which it is found; leave it out",
     "canonical_layout": "chunks have one layout, Orlop's own; leave it out",
 }
 _VLLM_TIER_REFUSED = {
     "module_path": "a tier class of vLLM's is not run here; write 'type': 'module:Class' with your chunk store",
     "class_name": "a tier class of vLLM's is not run here; write 'type': 'module:Class' with your chunk store",
-    "locality": "it is a label of events, which are not there yet; leave it out",
+    "locality": "it is a label of events, which name the tier instead; leave it out",
     "backpressure": _VLLM_REFUSED["backpressure"],
 }
 _VLLM_SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")
@@ -598,8 +615,7 @@ def _translate_tier(index: int, tier: dict[str, Any], refuse: Any) -> dict[str, 
     for key, why in _VLLM_TIER_REFUSED.items():
         if (value := tier.pop(key, None)) is not None:
             refuse(where + key, value, why)
-    if tier.pop("enable_kv_events", False):
-        refuse(where + "enable_kv_events", True, _VLLM_REFUSED_IF_TRUE["self_describing_kv_events"])
+    tier.setdefault("events", tier.pop("enable_kv_events", False))
     kind = tier.get("type")
     tier["type"] = {"fs": "files", "obj": "objects"}.get(str(kind), kind)
     if "root_dir" in tier:

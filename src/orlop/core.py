@@ -195,7 +195,8 @@ class EngineSpec:
     all that determines the bytes of a chunk (architecture, weights, dtypes, positions, hashing, layout).
     ``device_cache_bytes`` is the size of the device's KV cache of all ranks, from which defaults are sized.
     ``persistent`` False: the weights cannot be told apart from others, so tiers that outlive the process
-    stay off. ``events``: the engine takes cache events; otherwise none are kept for it.
+    stay off; ``volatile``: a better reason for it, for the log. ``events``: the engine takes cache events; otherwise
+    none are kept for it.
     """
 
     instance: str
@@ -209,6 +210,7 @@ class EngineSpec:
     null_block_id: int = 0
     prefix_caching: bool = True
     persistent: bool = True
+    volatile: str = ""
     events: bool = False
 
 
@@ -515,9 +517,14 @@ class TierAnswer:
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """Chunks that became readable in, or left, a tier (``medium``: ``host`` or the tier's name)."""
+    """Chunks that became readable in, or left, a tier (``medium``: ``host`` or the tier's name).
+
+    A chunk goes by the hash of its end, which is the one under which it is found. ``cleared``: everything of the medium
+    has left, of all groups; then there are no ``hashes`` and ``group`` says nothing.
+    """
 
     stored: bool
     medium: str
     group: int
     hashes: tuple[bytes, ...] = field(default=())
+    cleared: bool = False

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from orlop.core import JobReport, Outcome, TransferJob, TransferKind, WorkerOutput
+from orlop.core import JobReport, Outcome, TierResult, TransferJob, TransferKind, WorkerOutput
 from orlop.host.tier import SlotState
 from orlop.testing.device import BLOCK_BYTES, COPY_S
 from orlop.testing.doubles import Answers
@@ -412,6 +412,26 @@ def test_a_job_past_its_deadline_is_counted_once_and_its_late_bytes_once(
         rig.finish()
     assert counts(rig, "tier_jobs_overdue", "slots_retired") == [0, 0]
     assert counts(rig, f"{word}_deadlines_passed {TIER}", f"{word}_jobs_failed {TIER}") == expected
+
+
+def test_a_report_that_a_tier_repeats_is_ignored_and_counted_so(async_scheduling: bool) -> None:
+    rig = stored_below(async_scheduling)
+    tier = rig.tiers[0]
+    rig.runner.add([*PROMPT, 1])
+    rig.runner.run(20, until=lambda: bool(tier.open_jobs(LOAD)))
+    (number,) = tier.open_jobs(LOAD)
+    tier.fail(number, released=False)
+    before = counts(rig, f"read_bytes {TIER}", "reports_ignored")
+    said = TierResult(number, (Outcome.IO_ERROR,) * 4, nbytes=100, released=False)
+    for _ in range(3):
+        tier._results.append(said)
+        rig.runner.step()
+    assert counts(rig, f"read_bytes {TIER}", "reports_ignored") == [before[0], before[1] + 3]
+    assert counts(rig, f"promotion_jobs_failed {TIER}") == [1]
+    tier.release()
+    rig.runner.step()
+    tier.auto = True
+    rig.finish()
 
 
 def test_a_lookup_that_outlasts_its_deadline_is_counted_by_tier(async_scheduling: bool) -> None:

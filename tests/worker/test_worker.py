@@ -192,6 +192,11 @@ def test_a_preempted_request_s_store_has_read_its_blocks_before_they_are_overwri
     assert bench.slot(1) == expected
     assert bench.half.fence_waits == 1
     assert bench.half.fence_wait_s > 0
+    assert sum(report.fence_waits for report in bench.reports) == 1, "said with one report, and never again"
+    assert sum(report.fence_wait_s for report in bench.reports) == bench.half.fence_wait_s
+    bench.step(stores=(store(3, (14, 15), 2),))
+    bench.settle()
+    assert bench.reports[-1].fence_waits == 0
 
 
 @pytest.mark.fault("B018")

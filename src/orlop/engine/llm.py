@@ -189,7 +189,7 @@ class LLM:
         self._ids = itertools.count()
         self._is_shut_down = False
         self.observer: StepObserver | None = None
-        """Told the time after every step, and when ``run`` has nothing left to do."""
+        """Told the time after every step, and that it is the last one for now."""
 
     def _new_scheduler(self) -> Scheduler:
         c = self.config
@@ -349,8 +349,6 @@ class LLM:
         results = []
         while self.has_work():
             results += self.step()
-        if self.observer is not None:
-            self.observer.publish(self._clock())
         return results
 
     def has_work(self) -> bool:
@@ -374,8 +372,15 @@ class LLM:
         if not step.work and not ended and self.config.idle_wait_s:
             time.sleep(self.config.idle_wait_s)
         if self.observer is not None:
-            self.observer.tick(self._clock())
+            self._observe(self.observer, may_be_last=bool(ended) or not step.work)
         return [self._result(seq) for seq in ended]
+
+    def _observe(self, observer: StepObserver, may_be_last: bool) -> None:
+        """Nothing that happened stays untold because no further step comes."""
+        if may_be_last and not self._is_busy():
+            observer.publish(self._clock())
+        else:
+            observer.tick(self._clock())
 
     def _learn(self, step: ScheduledStep, report: StepReport) -> list[Sequence]:
         now = self._clock()

@@ -462,6 +462,14 @@ _WHOLE = (
     _counter(
         "orlop_promotions_cut", "requests", "Waits cut short because they asked for too much room.", "promotions_cut"
     ),
+    _counter(
+        "orlop_event_overflows",
+        "times",
+        "Times more cache events waited than are kept; whoever reads them was told to forget the tier.",
+        "event_overflows",
+        about="tier",
+        trouble=True,
+    ),
     _counter("orlop_resets", "times", "Cache resets.", "resets"),
     _counter("orlop_reports_ignored", "reports", "Reports that were repeated, unknown or outdated.", "reports_ignored"),
     _counter(
@@ -540,6 +548,15 @@ def difference(now: Stats, before: Stats) -> dict[str, float]:
         elif value != was:
             changed[key] = value - was if value > was else value
     return changed
+
+
+def joined(first: Stats, then: Stats) -> dict[str, float]:
+    """Two differences, one after the other, as one; gauges are as they were last."""
+    both = dict(first)
+    for key, value in then.items():
+        name, _, about = key.partition(" ")
+        both[key] = value if (name, bool(about)) in _GAUGES else both.get(key, 0.0) + value
+    return both
 
 
 def _nothing_yet(stats: Stats) -> Iterator[tuple[Metric, Source, str]]:

@@ -120,6 +120,7 @@ class FilesStore(ChunkStore):
         self._squeeze = _Squeeze(max_bytes, recover_after_s, clock)
         self._counts: Counter[str] = Counter()
 
+        self._tell_removal: Callable[[bytes], None] = _nobody
         self._complaints = Complaints(f"files tier in {path}", clock)
         self._answers = _Answers(contains_ttl_s, clock)
         self._open_directory()
@@ -167,6 +168,9 @@ class FilesStore(ChunkStore):
             if self._move_to_end(key, now):
                 with suppress(OSError):
                     os.utime(self.path_of(key), (now, now))
+
+    def watch_removals(self, tell: Callable[[bytes], None]) -> None:
+        self._tell_removal = tell
 
     def stats(self) -> Mapping[str, float]:
         with self._lock:
@@ -361,6 +365,7 @@ class FilesStore(ChunkStore):
             self._forget(key)
             with self._lock:
                 self._counts["evicted_chunks"] += 1
+            self._tell_removal(key)
             return entry.nbytes
 
     def _spare(self, key: bytes, entry: _Entry, marked: float) -> None:
@@ -406,6 +411,7 @@ class FilesStore(ChunkStore):
         with self._key_lock(key):
             if _regular_size(self.path_of(key)) is None:
                 self._forget(key)
+                self._tell_removal(key)
 
     def _move_to_end(self, key: bytes, now: float) -> bool:
         """Note a use; whether it is time to note it on disk as well."""
@@ -773,3 +779,7 @@ def _remove(paths: Iterable[str]) -> int:
             os.unlink(path)
             removed += 1
     return removed
+
+
+def _nobody(key: bytes) -> None:
+    """For a store whose removals nobody watches."""

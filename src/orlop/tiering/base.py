@@ -205,7 +205,8 @@ class SecondaryTierManager(ABC):
         """Only work that must finish with no request around and that no submitted job stands for."""
         return False
 
-    def take_events(self) -> Iterable[CacheEvent]:
+    def take_events(self, namespace: Namespace) -> Iterable[CacheEvent]:
+        """Events since the last call, of chunks of ``namespace``; "all has left" first where that is a new one."""
         return ()
 
     def get_stats(self) -> Mapping[str, float]:
@@ -294,6 +295,12 @@ class ChunkStore(ABC):
         ``evicted_chunks``.
         """
         return {}
+
+    def watch_removals(self, tell: Callable[[bytes], None]) -> None:
+        """From now on tell each key that leaves and that nobody deleted: evicted for room, or found gone.
+
+        ``tell`` may be called from any thread, before the key can be written again. Stores that cannot say it do not.
+        """
 
     def close(self) -> None:
         """Let go of everything; idempotent."""

@@ -79,7 +79,8 @@ class IoOptions:
     """What a worker needs to know beside its store. ``name`` is the tier's, for logs.
 
     ``threads`` move bytes, ``lookup_threads`` answer lookups. A transfer that has waited in the worker's queue for
-    longer than ``load_wait_s`` or ``store_wait_s`` when its turn comes is not tried any more.
+    longer than ``load_wait_s`` or ``store_wait_s`` when its turn comes is not tried any more. ``events``: what leaves
+    the store is of interest.
     """
 
     name: str
@@ -87,6 +88,7 @@ class IoOptions:
     lookup_threads: int = 2
     load_wait_s: float = 5.0
     store_wait_s: float = 30.0
+    events: bool = False
 
 
 # --- to the worker ------------------------------------------------------------------------------------
@@ -194,6 +196,12 @@ class Cleared(NamedTuple):
     number: int
 
 
+class Removed(NamedTuple):
+    """A key, namespace digest first, that has left the store and that nobody deleted."""
+
+    key: bytes
+
+
 class StoreStats(NamedTuple):
     """The store's own counters, now and then."""
 
@@ -201,7 +209,7 @@ class StoreStats(NamedTuple):
 
 
 ToWorker = Transfer | Ask | Touch | Clear | Bye
-FromWorker = Ready | NotReady | Answer | Report | Keys | Cleared | StoreStats
+FromWorker = Ready | NotReady | Answer | Report | Keys | Cleared | Removed | StoreStats
 
 
 # --- the wire -----------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ from orlop.tiering.io_messages import (
     Keys,
     NotReady,
     Ready,
+    Removed,
     Report,
     StoreSpec,
     StoreStats,
@@ -284,7 +285,9 @@ class IoWorker:
             self._move(work, headers)
         finally:
             self._leave(work)
-        self._maybe_stats()
+        with self._lock:
+            idle = not (self._loads or self._stores)
+        self._maybe_stats(idle=idle)
 
     def _next_work(self) -> _Part | Touch | None:
         """The next part, loads first; None once there is nothing left to wait for."""
@@ -562,6 +565,8 @@ class IoWorker:
             if self._store is None:
                 store = self._spec.build()
                 store.watch(self._tell_keys)
+                if self._options.events:
+                    store.watch_removals(lambda key: self._send(Removed(key)))
                 self._store = store
                 self._send(Ready())
             return self._store
@@ -574,10 +579,11 @@ class IoWorker:
             added, removed = change.added[start:stop].tobytes(), change.removed[start:stop].tobytes()
             self._send(Keys(added, removed, reset=change.reset and start == 0, more=stop < count))
 
-    def _maybe_stats(self) -> None:
+    def _maybe_stats(self, *, idle: bool = False) -> None:
+        """Now and then, and when nothing is left to move, so that the last word is right."""
         now = self._clock()
         with self._lock:
-            if self._store is None or now < self._next_stats:
+            if self._store is None or (now < self._next_stats and not idle):
                 return
             self._next_stats = now + STATS_EVERY_S
         try:

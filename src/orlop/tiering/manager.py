@@ -50,6 +50,7 @@ from orlop.errors import InvariantError
 from orlop.host.tier import HostTier, SlotState
 from orlop.tiering.admission import StoreAfter
 from orlop.tiering.base import OffloadingManager, SecondaryTierManager
+from orlop.tiering.events import EventLog
 
 ABSENT, WRITING, READY = 0, 1, 2
 NOWHERE = -1
@@ -139,7 +140,8 @@ class TieringManager(OffloadingManager):
         self._touched_at = np.full(host.slots, -math.inf)
         """Per slot when the tiers were last told that what it holds is of use."""
         self._touches_left = MOST_TOUCHES_PER_STEP
-        self._events: list[CacheEvent] = []
+        self._log = EventLog("host")
+        self._evictions_noted = 0
         self._next_number = 1
 
     # --- lives ----------------------------------------------------------------------------------------------
@@ -779,9 +781,9 @@ class TieringManager(OffloadingManager):
         self._note_evictions()
         if not self.options.events:
             return ()
-        events, self._events = self._events, []
+        events = self._log.take()
         for entry in self.tiers:
-            events.extend(entry.tier.take_events())
+            events.extend(entry.tier.take_events(self._namespace))
         return events
 
     def get_stats(self) -> Stats:
@@ -797,6 +799,7 @@ class TieringManager(OffloadingManager):
         stats.update(self._active)
         stats.update(self._allocations.stats("allocation_chunks"))
         stats["slots"] = self.host.slots
+        stats["event_overflows host"] = self._log.overflows
         for state, count in self.host.counts().items():
             stats[f"slots_{state.name.lower()}"] = count
         stats["slots_leased"] = self.host.leased
@@ -852,14 +855,20 @@ class TieringManager(OffloadingManager):
     def _note_stored(self, group: int, hashes: tuple[bytes, ...]) -> None:
         if self.options.events:
             self._note_evictions()  # first, because a chunk may have left before it came back
-            self._events.append(CacheEvent(True, "host", group, hashes))
+            self._log.stored(group, hashes)
 
     def _note_evictions(self) -> None:
         gone: dict[int, list[bytes]] = {}
         for group, block_hash in self.host.take_evicted():
             gone.setdefault(group, []).append(block_hash)
-        if self.options.events:
-            self._events += [CacheEvent(False, "host", group, tuple(hashes)) for group, hashes in gone.items()]
+        left, self._evictions_noted = self.host.evictions - self._evictions_noted, self.host.evictions
+        if not self.options.events:
+            return
+        if left > sum(map(len, gone.values())):
+            self._log.cleared()  # more than host memory remembers
+            return
+        for group, hashes in gone.items():
+            self._log.removed(group, hashes)
 
     def _number(self) -> int:
         self._next_number += 1

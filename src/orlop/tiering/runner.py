@@ -28,13 +28,26 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from orlop.background import start_thread
-from orlop.core import Namespace, Outcome, ReqContext, TierAnswer, TierJob, TierResult, TransferKind
+from orlop.core import (
+    CacheEvent,
+    Namespace,
+    Outcome,
+    ReqContext,
+    TierAnswer,
+    TierJob,
+    TierResult,
+    TransferKind,
+    unpack_key,
+)
 from orlop.counting import ASYNC_BOUNDS, SYNC_BOUNDS, Histogram, Stats
 from orlop.errors import ConfigError
 from orlop.host.region import HostRegion
 from orlop.tiering.base import SecondaryTierManager
 from orlop.tiering.breaker import Breaker, BreakerOptions, BreakerState
+from orlop.tiering.events import EventLog
 from orlop.tiering.io_links import Link, ProcessLink, open_link
 from orlop.tiering.io_messages import (
     OUTCOME_CODES,
@@ -49,6 +62,7 @@ from orlop.tiering.io_messages import (
     Keys,
     NotReady,
     Ready,
+    Removed,
     Report,
     StoreSpec,
     StoreStats,
@@ -56,6 +70,7 @@ from orlop.tiering.io_messages import (
     ToWorker,
     Transfer,
 )
+from orlop.tiering.key_index import key_name
 from orlop.tiering.known_keys import KnownKeys
 
 log = logging.getLogger(__name__)
@@ -80,7 +95,8 @@ class RunnerOptions:
     ``load_wait_s`` and ``store_wait_s``: a transfer that waited longer for its turn is not tried. ``max_retired``:
     slots retired past their deadline above which the breaker opens. ``restart_s`` is the first pause before a dead
     I/O process is started again, doubled up to ``max_restart_s`` until one lives for longer than that.
-    ``most_posted``: messages on their way to the worker above which touches are dropped.
+    ``most_posted``: messages on their way to the worker above which touches are dropped. ``events``: cache events are
+    kept until somebody takes them.
     """
 
     name: str
@@ -97,10 +113,11 @@ class RunnerOptions:
     breaker: BreakerOptions = field(default_factory=BreakerOptions)
     restart_s: float = 0.1
     max_restart_s: float = 30.0
+    events: bool = False
 
     def io_options(self) -> IoOptions:
         """The part of it that the worker needs."""
-        return IoOptions(self.name, self.threads, self.lookup_threads, self.load_wait_s, self.store_wait_s)
+        return IoOptions(self.name, self.threads, self.lookup_threads, self.load_wait_s, self.store_wait_s, self.events)
 
 
 @dataclass(slots=True)
@@ -163,6 +180,11 @@ class TierRunner(SecondaryTierManager):
         self._namespace: Namespace | None = None
         self._sync_delays = Histogram(SYNC_BOUNDS)
         self._answer_delays = Histogram(ASYNC_BOUNDS)
+        self._events = EventLog(options.name)
+        self._announced: dict[int, bytes] = {}
+        """Keys of the events' namespace that were said to be stored and not to have left, by name; else empty."""
+        self._events_of: bytes | None = None
+        """Digest of the namespace that the events are about."""
         self._closed = False
         self._was_closed = True
         self._told: str | None = None
@@ -258,6 +280,7 @@ class TierRunner(SecondaryTierManager):
     def _submit(self, job: TierJob, bound: int, refused: str, now: float) -> None:
         self._crank(now)
         self._namespace = job.namespace
+        self._turn_events_to(job.namespace.digest)
         if not job.keys:
             self._results.append(TierResult(job.job_id, ()))
             return
@@ -341,8 +364,14 @@ class TierRunner(SecondaryTierManager):
             "open_lookups": len(self._asked),
             "breaker_state": int(self._breaker.state),
             "breaker_opened": self._breaker.opened,
+            "event_overflows": self._events.overflows,
             "io_restarts": self._pump.restarts,
         }
+
+    def take_events(self, namespace: Namespace) -> Sequence[CacheEvent]:
+        self._crank(self._clock())
+        self._turn_events_to(namespace.digest)
+        return self._events.take()
 
     def clear(self) -> None:
         """What was asked for before is answered with nothing found; the worker removes the bytes."""
@@ -355,6 +384,9 @@ class TierRunner(SecondaryTierManager):
         self._asked.clear()
         for entry in self._open.values():
             entry.forgotten = True
+        if self._announced:
+            self._announced.clear()
+            self._events.cleared()
         self._pump.post(Clear(self._clears))
 
     def shutdown(self, deadline_s: float) -> None:
@@ -377,6 +409,11 @@ class TierRunner(SecondaryTierManager):
                 self._take_answer(message, now)
             elif isinstance(message, NotReady):
                 self._breaker.trip(now, message.text)
+            elif isinstance(message, Removed):
+                self._note_removed(key_name(message.key))
+            elif isinstance(message, Keys):
+                for name in np.frombuffer(message.removed, np.uint64).tolist():
+                    self._note_removed(name)
             elif isinstance(message, Cleared):
                 self._clearing = self._clearing and message.number != self._clears
             elif isinstance(message, StoreStats):
@@ -396,6 +433,8 @@ class TierRunner(SecondaryTierManager):
             gone = Outcome.MISSING if kind is TransferKind.LOAD else Outcome.UNAVAILABLE
             outcomes = tuple(gone if outcome is Outcome.OK else outcome for outcome in outcomes)
         self._count(report, kind, outcomes)
+        if self._options.events:
+            self._note_outcomes(entry.job, outcomes)
         if not self._closed:
             self._judge(report, entry, outcomes, now)
         self._results.append(
@@ -433,6 +472,38 @@ class TierRunner(SecondaryTierManager):
             self._breaker.failed(asked.ticket, now, answer.trouble)
         else:
             self._breaker.succeeded(asked.ticket, now, transfer=False)
+
+    def _note_outcomes(self, job: TierJob, outcomes: Sequence[Outcome]) -> None:
+        """Events of what a job found: what was kept is there, what could not be read is not."""
+        if job.namespace.digest != self._events_of:
+            return
+        if job.kind is TransferKind.LOAD:
+            for key, outcome in zip(job.keys, outcomes, strict=True):
+                if outcome in (Outcome.MISSING, Outcome.CORRUPT):
+                    self._note_removed(key_name(job.namespace.digest + key))
+            return
+        kept = [key for key, outcome in zip(job.keys, outcomes, strict=True) if outcome is Outcome.OK]
+        named = {key_name(job.namespace.digest + key): key for key in kept}
+        fresh = {name: key for name, key in named.items() if name not in self._announced}
+        self._announced.update(fresh)
+        if not self._events.stored(job.group, [key[:-4] for key in fresh.values()]):
+            self._announced.clear()
+
+    def _note_removed(self, name: int) -> None:
+        """An event for a key that has left, where it was said to be there."""
+        key = self._announced.pop(name, None)
+        if key is None:
+            return
+        block_hash, group = unpack_key(key)
+        if not self._events.removed(group, [block_hash]):
+            self._announced.clear()
+
+    def _turn_events_to(self, digest: bytes) -> None:
+        """Events are about this namespace from now on: what was stored in another is not found any more."""
+        if self._options.events and self._events_of not in (None, digest):
+            self._announced.clear()
+            self._events.cleared()
+        self._events_of = digest
 
     def _log_failure(self, report: Report, kind: TransferKind, now: float) -> None:
         if now < self._log_again:
@@ -488,7 +559,7 @@ class Pump:
         io_process: bool,
         notify: Callable[[], None],
     ) -> None:
-        self.arrived: deque[_Settled | _Released | Answer | NotReady | Cleared | StoreStats] = deque()
+        self.arrived: deque[_Settled | _Released | Answer | NotReady | Keys | Cleared | Removed | StoreStats] = deque()
         self.known = KnownKeys()
         """Of a store that tells them; the owner writes it, the engine's thread reads it."""
         self.restarts = 0
@@ -709,13 +780,15 @@ class Pump:
             self.arrived.append(message)
         elif isinstance(message, Keys):
             self.known.take(message)
+            if self._options.events and message.removed:
+                self.arrived.append(message)
         elif isinstance(message, Ready):
             self.not_ready = None
             self._decided.set()
         elif isinstance(message, NotReady):
             self._not_started(message.text, permanent=message.permanent)
         else:
-            if message.values.get("counted", 1.0):
+            if isinstance(message, StoreStats) and message.values.get("counted", 1.0):
                 self._counted.set()
             self.arrived.append(message)
 
