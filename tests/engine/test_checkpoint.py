@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from orlop.engine.llm import LLM, EngineConfig
+from orlop.engine.model import ModelConfig
 from orlop.engine.sampling import SamplingParams
 from orlop.errors import ConfigError
 from orlop.testing.checkpoints import ARCHITECTURES, write_checkpoint
@@ -186,7 +187,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
         ({"num_hidden_layers": 0}, "found 0 for 'num_hidden_layers'"),
         ({"vocab_size": "many"}, "found 'many' for 'vocab_size'"),
         ({"num_attention_heads": None}, "found nothing for 'num_attention_heads'"),
-        ({"num_key_value_heads": 3}, "found 4 query heads and 3 KV heads"),
+        ({"num_key_value_heads": 3}, "found 4 query heads, 3 KV heads"),
         ({"rms_norm_eps": "small"}, "found 'small' for 'rms_norm_eps'"),
         ({"eos_token_id": "end"}, "found 'end' for 'eos_token_id'"),
         ({"intermediate_size": 100}, "expected floating point (100, 64)"),
@@ -251,6 +252,21 @@ def test_a_shard_that_is_missing_is_refused_by_name(tmp_path):
     assert "model-00002-of-00002.safetensors" in refused(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": [1]}')
     assert "found no 'weight_map'" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ({"layers": 0}, "layers: found 0"),
+        ({"heads": 4, "kv_heads": 3}, "found 4 query heads, 3 KV heads"),
+        ({"head_dim": 15}, "head_dim of 15"),
+        ({"windows": (None,)}, r"windows: found \(None,\)"),
+        ({"windows": (None, 0)}, r"windows: found \(None, 0\)"),
+    ],
+)
+def test_a_shape_that_no_transformer_has_is_refused(shape, says):
+    with pytest.raises(ConfigError, match=says):
+        ModelConfig(**shape)
 
 
 def test_two_engine_configs_are_one_too_many():

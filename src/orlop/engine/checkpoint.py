@@ -203,8 +203,6 @@ def model_config(settings: Mapping[str, Any], where: str) -> ModelConfig:
             raise ConfigError(f"{where}: found {name} {settings[name]!r}, expected {expected}: no other is supported")
     hidden, heads = _count(settings, "hidden_size", where), _count(settings, "num_attention_heads", where)
     kv_heads = _count(settings, "num_key_value_heads", where, heads)
-    if heads % kv_heads:
-        raise ConfigError(f"{where}: found {heads} query heads and {kv_heads} KV heads, expected a multiple of these")
     layers = _count(settings, "num_hidden_layers", where)
     theta, scaling = _rope(settings, where)
     return ModelConfig(

@@ -272,20 +272,21 @@ class LLM:
     ) -> list[Result]:
         """Run prompts to their end, all queued at once; results in the order of the prompts.
 
-        ``params``: those of all, or one per prompt. A single text is one prompt. Raises what ``add_request`` raises,
-        and then none of the prompts is queued. Steps on for transfers that are not settled, up to the drain deadline.
+        ``params``: those of all, or one per prompt. A single text is one prompt. A request that somebody aborts, from a
+        signal handler, has no result here. Steps on for transfers that are not settled, up to the drain deadline.
+        Raises what ``add_request`` raises, and then none of the prompts is queued.
         """
         ids = self._add_all(prompts, params)
         wanted = set(ids)
         by_id: dict[str, Result] = {}
-        while len(by_id) < len(ids):
+        while not wanted.isdisjoint(self._live):
             ended = self._step()
             by_id |= {result.request_id: result for result in ended if result.request_id in wanted}
             self._unclaimed += [result for result in ended if result.request_id not in wanted]
         deadline = self._clock() + self.config.drain_deadline_s
         while self._has_transfers() and self._clock() < deadline:
             self._unclaimed += self._step()
-        return [by_id[request_id] for request_id in ids]
+        return [by_id[request_id] for request_id in ids if request_id in by_id]
 
     def stream(
         self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | int | Seq[SamplingParams | int] | None = None

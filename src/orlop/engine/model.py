@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from orlop.engine.attention import AttentionPlan
+from orlop.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,21 @@ class ModelConfig:
     max_positions: int | None = None
     attention_scale: float = 2.5
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        """``ConfigError`` for a shape that no transformer has."""
+        for name in ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: found {getattr(self, name)}, allowed: a whole number from 1 up")
+        if self.heads % self.kv_heads or self.head_dim % 2:
+            raise ConfigError(
+                f"found {self.heads} query heads, {self.kv_heads} KV heads and a head_dim of {self.head_dim}, expected "
+                "a multiple of the KV heads and an even head_dim"
+            )
+        if len(self.windows) not in (0, self.layers) or any(
+            window is not None and window < 1 for window in self.windows
+        ):
+            raise ConfigError(f"windows: found {self.windows}, allowed: for each of {self.layers} layers None, or 1 up")
 
     @property
     def layer_groups(self) -> dict[int | None, tuple[int, ...]]:

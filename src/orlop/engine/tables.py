@@ -50,7 +50,8 @@ class BlockTables:
         """Blocks of the longest cached prefix that every group can serve. Takes nothing."""
         if not self.prefix_caching:
             return 0
-        hashes, hit = seq.block_hashes, max_blocks
+        hashes = seq.block_hashes
+        hit = min(max_blocks, len(hashes))
         for group, window in enumerate(self.windows):
             if window is None:
                 hit = next((i for i in range(hit) if self.pool.cached((group, hashes[i])) is None), hit)
