@@ -27,6 +27,7 @@ def shown(tmp_path_factory):
         # As tight as the whole demo: a device that holds one conversation, a host that holds less than half of them.
         patch.setattr(demo, "DEVICE_BLOCKS", 130)
         patch.setattr(demo, "HOST_BLOCKS", 240)
+        patch.setattr(demo, "MODEL", {**demo.MODEL, "hidden_size": 64, "intermediate_size": 128})
         printed = []
         patch.setattr("builtins.print", lambda text, **_: printed.append(text))
         exit_code = demo.run_demo(work_dir, as_json=True, plot=work_dir / "p.svg", conversations=CONVERSATIONS)

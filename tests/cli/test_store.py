@@ -168,7 +168,7 @@ def test_clear_removes_one_namespace_with_its_description_and_leaves_the_others(
         (["clear", "{tier}", "--all", "--namespace", "a"], "found both of --namespace and --all"),
         (["clear", "{tier}", "--namespace", "xyz", "--yes"], "--namespace xyz: found 0 that begin so"),
         (["clear", "{tier}", "--all"], "found nobody to ask"),
-        (["inspect", "{tier}/v1"], "found no store there"),
+        (["inspect", "{tier}/v1"], "store there, expected the 'path' of a tier of type "),
         (["verify", "{tier}/missing"], "found no such directory"),
     ],
 )

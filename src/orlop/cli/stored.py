@@ -72,8 +72,9 @@ def open_folder(path: Path) -> Folder:
             if not os.access(folder.root, os.R_OK | os.X_OK):
                 raise ConfigError(f"{path}: found no permission to look into it; run as its owner, or change its mode")
             return folder
-    what = "found no store there" if path.is_dir() else "found no such directory"
-    raise ConfigError(f"{path}: {what}, expected the directory that a tier's 'path' names, once an engine has run")
+    kinds = " or ".join(kind.kind for kind in KINDS)
+    what = f"found no {kinds} store there" if path.is_dir() else "found no such directory"
+    raise ConfigError(f"{path}: {what}, expected the 'path' of a tier of type {kinds}, once an engine has run")
 
 
 class Stored:
