@@ -4,8 +4,8 @@ In: ``--short`` for a small form, ``--directory`` on the disk to measure, ``--me
 ``--json`` for the figures. Out: a table of medians with their spread and of ratios within one run. Never: an assertion
 about a rate, anything left behind.
 
-Method. Four are measured in turn, round after round (A B C D A B C D ...): the limit of the machine (fio with direct I/O
-and the block size of a chunk, the better of two depths; a loop of vectored direct calls where fio is not installed), the
+Method. Four are measured in turn, round after round (A B C D A B C D ...): the limit of the machine (fio with direct
+I/O and the block size of a chunk, the better of two depths; a loop of vectored direct calls where fio is missing), the
 slab in its I/O process, the same without checksums, and the file tier of vLLM as its package has it, on a view of the
 same size. Same bytes, jobs of 32 chunks, eight jobs in flight, the default threads of each. Loads come right after the
 stores of the same round and go past the page cache; on a memory file system everything is in memory. "Busy": the
@@ -306,7 +306,7 @@ def main() -> None:
     parser.add_argument("--json", help="a file for the figures")
     options = parser.parse_args()
     rounds = 1 if options.short else 5
-    total = (128 << 20) if options.short else (2 << 30)
+    total = (64 << 20) if options.short else (2 << 30)
     unit = Unit()
     print(f"{platform.platform()}, {os.cpu_count()} cores, {cpu_name()}; load {os.getloadavg()[0]:.1f}")
     print(f"Python {platform.python_version()}, {rounds} rounds of {total >> 20} MiB after one that warms up; GB/s")

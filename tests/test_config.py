@@ -161,6 +161,11 @@ def test_a_bound_too_small_is_refused_before_anything_starts(kind: str) -> None:
     assert load({"tiers": [{"type": "my.stores:Tape", "bytes": 1}]}).tiers[0].bytes == 1
 
 
+def test_only_a_slab_can_sync() -> None:
+    assert load({"disk": {"path": "/a", "bytes": "1GB", "sync": True}}).tiers[0].sync
+    assert "tiers.0.sync: found True, allowed: false for type 'files'" in refusal({"tiers": [FILES | {"sync": True}]})
+
+
 def test_a_class_of_the_users_own_is_accepted_as_tier_and_as_policy() -> None:
     config = load({"tiers": [{"type": "my.stores:Tape"}], "host": {"policy": "my.policies:Random"}})
     assert config.tiers[0].type == "my.stores:Tape"

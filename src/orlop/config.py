@@ -262,6 +262,18 @@ class TierConfig(_Settings):
     direct_io: Literal["auto", "on", "off"] = Field(
         default="auto", description="bypass the page cache: `auto`, `on`, `off`"
     )
+    sync: StrictBool = Field(
+        default=False,
+        description="true: what was stored survives a power cut, at two syncs per write; for `disk` alone. What is "
+        "served is verified either way",
+    )
+
+    @field_validator("sync")
+    @classmethod
+    def _can_sync(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("type") not in ("disk", None):
+            raise ValueError(f"false for type {info.data['type']!r}: only 'disk' can")
+        return value
 
     @field_validator("path", "bytes")
     @classmethod

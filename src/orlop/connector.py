@@ -129,6 +129,11 @@ class OffloadingConnector:
     def has_pending_push_work(self) -> bool:
         return self._scheduler.has_pending_push_work()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is alive, and nothing is on its way."""
+        return self._scheduler.is_idle
+
     def reset_cache(self, device_cleared: bool = True) -> None:
         """Nothing from before is served; the new generation is drawn from the system's random source.
 
@@ -368,7 +373,9 @@ class OffloadingConnector:
     def _what_is_off(self) -> list[str]:
         off = []
         if self.config.tiers and not self.spec.persistent:
-            off.append("tiers (nothing tells these weights apart from others: set weights_id)")
+            off.append(
+                f"tiers ({self.spec.volatile or 'nothing tells these weights apart from others: set weights_id'})"
+            )
         if not self.config.offload_decode:
             off.append("chunks that generated tokens fill (offload_decode)")
         if not self.spec.prefix_caching:
@@ -379,8 +386,10 @@ class OffloadingConnector:
     def _persistent_tiers(self) -> tuple[TierConfig, ...]:
         if self.config.tiers and not self.spec.persistent:
             log.warning(
-                "tiers are off: the weights come from no file and nothing tells them apart from others; "
-                "set weights_id to a name for them"
+                "tiers are off: %s",
+                self.spec.volatile
+                or "the weights come from no file and nothing tells them apart from others; set weights_id to a name "
+                "for them",
             )
             return ()
         return self.config.tiers
@@ -391,7 +400,7 @@ class OffloadingConnector:
         if tier.type in STORES:
             kwargs["direct_io"] = tier.direct_io
         if tier.type == "disk":
-            kwargs |= {"policy": tier.policy, "namespace": fingerprint.namespace().digest}
+            kwargs |= {"policy": tier.policy, "sync": tier.sync, "namespace": fingerprint.namespace().digest}
         options = RunnerOptions(
             name,
             queue_bytes=tier.queue_bytes,

@@ -195,7 +195,8 @@ class EngineSpec:
     all that determines the bytes of a chunk (architecture, weights, dtypes, positions, hashing, layout).
     ``device_cache_bytes`` is the size of the device's KV cache of all ranks, from which defaults are sized.
     ``persistent`` False: the weights cannot be told apart from others, so tiers that outlive the process
-    stay off. ``events``: the engine takes cache events; otherwise none are kept for it.
+    stay off; ``volatile``: a better reason for it, for the log. ``events``: the engine takes cache events; otherwise
+    none are kept for it.
     """
 
     instance: str
@@ -209,6 +210,7 @@ class EngineSpec:
     null_block_id: int = 0
     prefix_caching: bool = True
     persistent: bool = True
+    volatile: str = ""
     events: bool = False
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -178,6 +179,37 @@ def test_what_a_user_can_put_right_is_one_line_and_nothing_is_removed(tier, orlo
     assert (exit_code, out, err.count("\n")) == (2, "", 1)
     assert says in err
     assert files_below(tier) == before
+
+
+@pytest.mark.parametrize("command", [["verify"], ["clear", "--all", "--yes"]])
+def test_ctrl_c_ends_after_the_chunk_at_hand_and_says_what_was_done(tier, orlop, monkeypatch, command):
+    scan, scans = FilesFolder.scan, []
+
+    def interrupted_scan(folder, *arguments):
+        scans.append(folder)
+        for number, chunk in enumerate(scan(folder, *arguments)):
+            if len(scans) == 2 and number == 3:  # the first one has counted what there is
+                signal.raise_signal(signal.SIGINT)
+            yield chunk
+
+    monkeypatch.setattr(FilesFolder, "scan", interrupted_scan)
+    exit_code, said, _ = orlop(command[0], tier, *command[1:], "--json")
+    assert (exit_code, said["interrupted"]) == (130, True)
+    monkeypatch.undo()
+    removed = said["removed"]
+    assert (said.get("chunks", {}).get("ok"), removed) in [(3, 0), (None, 3)]
+    assert len(chunk_files(tier)) == 33 - removed
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may look into everything")
+def test_a_directory_that_may_not_be_looked_into_is_said(tier, orlop):
+    (tier / "v1").chmod(0)
+    try:
+        exit_code, _, err = orlop("inspect", tier)
+    finally:
+        (tier / "v1").chmod(0o755)
+    assert exit_code == 2
+    assert "found no permission to look into it" in err
 
 
 class Answer:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 
 import pytest
 import torch
-from engine_doubles import engine, greedy, run_checked
+from engine_doubles import DictConnector, engine, greedy, run_checked
 
 from orlop.engine.llm import LLM, EngineConfig
 from orlop.engine.sampling import SamplingParams, sample, uniform
@@ -73,8 +74,8 @@ def test_an_end_token_of_the_model_ends_a_request_unless_it_is_told_to_go_on(tmp
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_pieces_joined_are_what_generate_answers(directory, async_scheduling):
-    config = EngineConfig(num_blocks=64, block_tokens=8, async_scheduling=async_scheduling)
-    prompts = ["Ahoy", "The orlop is the lowest deck \u2693", [256, 240, 159]]
+    config = EngineConfig(num_blocks=200, block_tokens=8, async_scheduling=async_scheduling)
+    prompts = ["Ahoy", "The orlop is the lowest deck \u2693", [256, 240, 159], *([n, n] for n in range(40))]
     with LLM(directory, config) as llm:
         expected = llm.generate(prompts, SAMPLED)
         pieces = list(llm.stream(prompts, SAMPLED))
@@ -84,8 +85,7 @@ def test_pieces_joined_are_what_generate_answers(directory, async_scheduling):
         mine = [p for p in pieces if p.request_id == result.request_id]
         assert sum((p.tokens for p in mine), ()) == result.tokens
         assert len(mine) > 3
-        # What is incomplete at the very end is never shown as a piece.
-        assert result.text.rstrip("\ufffd").startswith("".join(p.text for p in mine).rstrip("\ufffd")[:-1])
+        assert "".join(p.text for p in mine) == result.text
 
 
 def test_who_leaves_a_stream_early_aborts_what_is_left_and_nothing_of_others_is_lost(llm):
@@ -146,14 +146,14 @@ def test_top_k_of_one_and_a_tiny_top_p_are_greedy():
 
 def test_tokens_are_drawn_as_often_as_their_probability_says():
     logits = torch.tensor([0.0, 2.0, 1.0, -1.0, 3.0])
-    number = 20_000
+    number = 3_000
 
     def share(params):
         drawn = Counter(sample(logits, params, 1, position) for position in range(number))
         return [drawn[token] / number for token in range(5)]
 
     def expect(params, likely):
-        assert share(params) == pytest.approx((likely / likely.sum()).tolist(), abs=0.02)
+        assert share(params) == pytest.approx((likely / likely.sum()).tolist(), abs=0.03)
 
     expect(SamplingParams(temperature=1.0), logits.exp())
     expect(SamplingParams(temperature=2.0), (logits / 2).exp())
@@ -217,3 +217,19 @@ def test_a_prompt_longer_than_the_model_allows_is_refused(tmp_path):
         with pytest.raises(ConfigError, match=r"30 prompt tokens and 3 to generate make 33.*positions for 32"):
             llm.add_request([1] * 30, 3)
         assert llm.generate([[1] * 30], 2)[0].finish_reason == "length"
+
+
+def test_an_answer_waits_for_its_transfers_up_to_the_drain_deadline_and_the_next_call_settles_them():
+    now = itertools.count()
+    connector = DictConnector()
+    llm = LLM(EngineConfig(num_blocks=64, idle_wait_s=0.0), connect=connector.connect, clock=lambda: next(now) / 10)
+    connector.pending = True
+    llm.generate([[1, 2]], 2)
+    steps = len([call for call in connector.calls if call == ("meta",)])
+    assert 10 < steps < 40  # 3 s by a clock that moves a tenth per look
+    assert llm.has_work()
+    connector.pending = False
+    before = len(connector.calls)
+    llm.generate([[1, 2]], 2)
+    assert len(connector.calls) - before < 20
+    assert not llm.has_work()

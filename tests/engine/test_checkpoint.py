@@ -235,6 +235,16 @@ def test_weights_that_miss_a_tensor_or_have_one_too_many_are_refused(tmp_path):
     assert "'model.layers.0.self_attn.q_proj.bias'" in refused(tmp_path)
 
 
+def test_weights_beyond_the_memory_limit_are_refused_before_they_are_read(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path, dtype=torch.bfloat16, shards=2)
+    weights = sum(load_file(p)[n].numel() * 4 for p in tmp_path.glob("*.safetensors") for n in load_file(p))
+    kv_cache = 64 * 8 * 4 * 2 * 2 * 16 * 4
+    monkeypatch.setattr("orlop.engine.llm.memory_limit_bytes", lambda: weights + kv_cache - 1)
+    assert f"found weights of {weights} bytes in float32, expected {weights - 1} at most" in refused(tmp_path)
+    monkeypatch.setattr("orlop.engine.llm.memory_limit_bytes", lambda: weights + kv_cache)
+    assert generated(tmp_path)
+
+
 def test_a_shard_that_is_missing_is_refused_by_name(tmp_path):
     write_checkpoint(tmp_path, shards=2)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()

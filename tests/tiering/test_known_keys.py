@@ -81,6 +81,23 @@ def test_a_killed_process_is_forgotten_and_the_next_one_is_believed(tmp_path: Pa
         rig.close()
 
 
+def test_while_no_process_is_there_nothing_is_believed(tmp_path: Path) -> None:
+    spec = StoreSpec("orlop.stores.disk.store:DiskStore", {"path": str(tmp_path), "max_bytes": 8 << 20})
+    rig = Rig(spec, io_process=True, restart_s=1e6, max_restart_s=1e6)
+    try:
+        assert rig.runner.wait_ready(PATIENCE_S) is None
+        rig.store(keys(4))
+        assert rig.results()[0].outcomes == (Outcome.OK,) * 4
+        pid = rig.runner.io_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        while rig.load(keys(4)) and rig.results()[0].outcomes == (Outcome.OK,) * 4:
+            pass  # it was told to do that before it died
+        assert rig.found(keys(4)) == bytes(4)
+    finally:
+        rig.close()
+
+
 def test_nothing_is_known_before_all_was_told() -> None:
     known = KnownKeys()
     names = np.array([key_name(b"d" * 16 + key) for key in keys(10)], np.uint64)

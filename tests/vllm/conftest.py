@@ -2,6 +2,8 @@
 
 In: an environment with vLLM's CPU build; without it every test here is skipped by name. Out: fixtures that live as
 long as the run, since an engine takes ten seconds to start. Never: a model hub.
+
+Tests ask for ``vllm.config``: where vLLM is not installed, this folder may answer to its name.
 """
 
 from __future__ import annotations

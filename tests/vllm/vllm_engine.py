@@ -95,12 +95,21 @@ class Engine:
         ended = self.finish()
         return [ended[req_id] for req_id in ids]
 
-    def add(self, prompt: Prompt, max_tokens: int = 12, lora: Any = None, **params: Any) -> str:
+    def add(
+        self,
+        prompt: Prompt,
+        max_tokens: int = 12,
+        lora: Any = None,
+        prompt_logprobs: int | None = None,
+        **params: Any,
+    ) -> str:
         """Queue one prompt; its id. ``params`` go into the prompt, such as ``cache_salt``."""
         from vllm import SamplingParams
 
         req_id = f"r{next(self._ids)}"
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=2, prompt_logprobs=prompt_logprobs
+        )
         self.engine.add_request(req_id, {"prompt_token_ids": list(prompt), **params}, sampling, lora_request=lora)
         return req_id
 

@@ -49,23 +49,6 @@ def make_gemma(folder: Path, seed: int = 7, window: int = 256) -> Path:
     return _save(Gemma3ForCausalLM, config, folder, seed)
 
 
-def make_deepseek(folder: Path, seed: int = 7) -> Path:
-    """Multi-head latent attention: one latent per token instead of keys and values."""
-    from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config
-    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2ForCausalLM
-
-    latent = {
-        "kv_lora_rank": 512,
-        "q_lora_rank": None,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 32,
-    }
-    dense = {"first_k_dense_replace": 2, "n_routed_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
-    sizes = {**_SIZES, "num_key_value_heads": 4, "head_dim": 64}
-    return _save(DeepseekV2ForCausalLM, DeepseekV2Config(**sizes, **latent, **dense), folder, seed)
-
-
 def make_adapter(folder: Path, rank: int = 8) -> Path:
     """A LoRA adapter of the small Llama's query projections."""
     import torch

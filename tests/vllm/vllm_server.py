@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 from vllm_engine import BLOCK_TOKENS, DEVICE_BLOCKS, MODEL_TOKENS, PATIENCE_S, Answer
 
-START_S = 240.0
+START_S = 300.0
 
 
 def free_port() -> int:
@@ -34,9 +34,9 @@ def free_port() -> int:
 
 
 class Server:
-    """Starts at once, ready when made. ``settings`` as in ``kv_connector_extra_config``."""
+    """Starts at once, ready when made. ``settings`` as in ``kv_connector_extra_config``; ``more``: its own options."""
 
-    def __init__(self, model: Path, settings: Mapping[str, Any], log: Path, **environment: str) -> None:
+    def __init__(self, model: Path, settings: Mapping[str, Any], log: Path, **more: Any) -> None:
         self.port = free_port()
         transfer = {
             "kv_connector": "OrlopConnector",
@@ -55,6 +55,7 @@ class Server:
             "block-size": BLOCK_TOKENS,
             "max-num-seqs": 8,
             "kv-transfer-config": json.dumps(transfer),
+            **{name.replace("_", "-"): value for name, value in more.items()},
         }
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
         command += [f"--{name}={value}" for name, value in arguments.items()]
@@ -65,7 +66,7 @@ class Server:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **environment},
+                env={**os.environ, "VLLM_LOGGING_LEVEL": "INFO"},
             )
         self._family: dict[int, psutil.Process] = {}
         self._shared_memory: set[str] = set()

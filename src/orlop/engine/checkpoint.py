@@ -8,6 +8,7 @@ engine would compute wrongly is refused by name.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -77,9 +78,18 @@ class Checkpoint:
         ends = _end_tokens(generation, str(path)) or _end_tokens(settings, str(root / "config.json"))
         return cls(root, config, ends)
 
-    def load(self) -> Model:
-        """The model with its weights. Reads all files; ``ConfigError`` where they do not fit config.json."""
+    def load(self, limit_bytes: int) -> Model:
+        """The model with its weights. Reads all files; ``ConfigError`` where they do not fit config.json.
+
+        ``limit_bytes``: memory that there is for them.
+        """
         weights = SafetensorWeights(self.directory)
+        found = weights.float32_bytes()
+        if found > limit_bytes:
+            raise ConfigError(
+                f"model {self.directory}: found weights of {found} bytes in float32, expected {limit_bytes} at most, "
+                "what this process may have beside the KV cache; take a smaller model, or lower num_blocks"
+            )
         model = Model(self.config, weights)
         weights.refuse_untaken(["lm_head.weight"] if self.config.tied_embeddings else [])
         return model
@@ -102,6 +112,14 @@ class SafetensorWeights:
         self._where = self._locate(root)
         self._untaken = dict(self._where)
         self._files: dict[Path, Any] = {}
+
+    def float32_bytes(self) -> int:
+        """What all tensors take in memory; reads the files' headers alone."""
+        shapes: list[list[int]] = [
+            _reading(path, lambda path=path, name=name: self._file(path).get_slice(name).get_shape())
+            for name, path in self._where.items()
+        ]
+        return 4 * sum(math.prod(shape) for shape in shapes)
 
     def take(self, name: str, *shape: int) -> Tensor:
         """``ConfigError`` for a tensor that is missing, cut off, or of another shape than config.json says."""

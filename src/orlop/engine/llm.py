@@ -73,7 +73,8 @@ class EngineConfig:
     ``model``: the seeded model that runs where no directory is given; of a directory it becomes what is there.
     ``max_step_tokens``: the most tokens one step computes; longer prompts are computed in parts.
     ``max_running``: the most sequences in one step. ``idle_wait_s``: how long a step that had nothing to compute
-    waits before the next one. ``drain_deadline_s``: how long ``shutdown`` steps on for transfers.
+    waits before the next one. ``drain_deadline_s``: how long ``shutdown``, and ``generate`` after its last token,
+    step on for transfers.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -167,10 +168,10 @@ class LLM:
         checkpoint = Checkpoint.open(model) if model is not None else None
         self.config = config if checkpoint is None else replace(config, model=checkpoint.config)
         self._clock = clock
-        _refuse_too_large(self.config)
+        room_bytes = _room_beside_kv_cache(self.config)
         self._end_tokens = frozenset() if checkpoint is None else checkpoint.end_tokens
         self.text = Text(None if checkpoint is None else checkpoint.tokenizer())
-        net = Model(self.config.model) if checkpoint is None else checkpoint.load()
+        net = Model(self.config.model) if checkpoint is None else checkpoint.load(room_bytes)
         self._weights_identity = None if checkpoint is None else weights_identity(checkpoint.directory)
         self.runner = Runner(net, self.config.num_blocks, self.config.block_tokens)
         self.scheduler = self._new_scheduler()
@@ -272,16 +273,18 @@ class LLM:
         """Run prompts to their end, all queued at once; results in the order of the prompts.
 
         ``params``: those of all, or one per prompt. A single text is one prompt. Raises what ``add_request`` raises,
-        and then none of the prompts is queued. Steps on until transfers are settled.
+        and then none of the prompts is queued. Steps on for transfers that are not settled, up to the drain deadline.
         """
         ids = self._add_all(prompts, params)
+        wanted = set(ids)
         by_id: dict[str, Result] = {}
-        while self._is_busy():
-            for result in self._step():
-                if result.request_id in ids:
-                    by_id[result.request_id] = result
-                else:
-                    self._unclaimed.append(result)
+        while len(by_id) < len(ids):
+            ended = self._step()
+            by_id |= {result.request_id: result for result in ended if result.request_id in wanted}
+            self._unclaimed += [result for result in ended if result.request_id not in wanted]
+        deadline = self._clock() + self.config.drain_deadline_s
+        while self._has_transfers() and self._clock() < deadline:
+            self._unclaimed += self._step()
         return [by_id[request_id] for request_id in ids]
 
     def stream(
@@ -307,8 +310,11 @@ class LLM:
                     told[request_id] += len(new)
                     if result is not None or seq.aborted:
                         del sequences[request_id]
+                    text = texts[request_id].add(new)
+                    if result is not None:
+                        text += texts[request_id].rest(result.text)
                     if new or result is not None:
-                        yield Piece(request_id, new, texts[request_id].add(new), result)
+                        yield Piece(request_id, new, text, result)
         finally:
             for request_id in sequences:
                 self.abort(request_id)
@@ -415,9 +421,12 @@ class LLM:
         return self.runner.logits_after(tokens)
 
     def _is_busy(self) -> bool:
-        if self.scheduler.has_unfinished or self._unreported or self.scheduler.ended_while_loading:
-            return True
-        return self.connector is not None and self.connector.has_pending_push_work()
+        return self.scheduler.has_unfinished or bool(self._unreported) or self._has_transfers()
+
+    def _has_transfers(self) -> bool:
+        return bool(self.scheduler.ended_while_loading) or (
+            self.connector is not None and self.connector.has_pending_push_work()
+        )
 
     def _refuse_after_shutdown(self) -> None:
         if self._is_shut_down:
@@ -480,8 +489,8 @@ def _token_ids(prompt: Iterable[Any]) -> list[int]:
         raise ConfigError(f"found the prompt {found}, expected text or a list of token ids (whole numbers)") from None
 
 
-def _refuse_too_large(config: EngineConfig) -> None:
-    """``ConfigError`` for a KV cache that this process can never have."""
+def _room_beside_kv_cache(config: EngineConfig) -> int:
+    """Bytes that this process may have beside its KV cache; ``ConfigError`` where that one alone is too large."""
     block_bytes = config.block_tokens * config.model.kv_bytes_per_token
     found, limit = config.num_blocks * block_bytes, memory_limit_bytes()
     if found > limit:
@@ -493,6 +502,7 @@ def _refuse_too_large(config: EngineConfig) -> None:
             f"num_blocks: found {config.num_blocks} device blocks of {block_bytes} bytes, a KV cache of {found} "
             f"bytes, expected {limit} bytes at most, the memory limit of this process; lower {lower}"
         )
+    return limit - found
 
 
 def _offloading(settings: OrlopConfig | Mapping[str, Any]) -> Connect:

@@ -46,9 +46,16 @@ class TextPieces:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
+        self._told = ""
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text that ``tokens`` add; empty where there is no tokenizer."""
         if self._tokenizer is None:
             return ""
-        return "".join(self._stream.step(self._tokenizer, token) or "" for token in tokens)
+        text = "".join(self._stream.step(self._tokenizer, token) or "" for token in tokens)
+        self._told += text
+        return text
+
+    def rest(self, text: str | None) -> str:
+        """What of the whole ``text`` has not been said: a character that never became complete."""
+        return (text or "").removeprefix(self._told)

@@ -550,6 +550,15 @@ def difference(now: Stats, before: Stats) -> dict[str, float]:
     return changed
 
 
+def joined(first: Stats, then: Stats) -> dict[str, float]:
+    """Two differences, one after the other, as one; gauges are as they were last."""
+    both = dict(first)
+    for key, value in then.items():
+        name, _, about = key.partition(" ")
+        both[key] = value if (name, bool(about)) in _GAUGES else both.get(key, 0.0) + value
+    return both
+
+
 def _nothing_yet(stats: Stats) -> Iterator[tuple[Metric, Source, str]]:
     """What is 0 from the start, so that the first event of a series is seen as an increase."""
     tiers = [key.partition(" ")[2] for key in stats if key.startswith("promotion_jobs_active ")]

@@ -208,6 +208,11 @@ class OffloadingConnectorScheduler:
         """Whether the engine must keep stepping: some job is unsettled, or something is owed."""
         return bool(self._jobs or self._owed or self._current_batch_loads_to_fail) or self.manager.has_pending_work()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is alive or draining, and nothing is on its way."""
+        return not self._req_status and not self.has_pending_push_work()
+
     # --- the whole ---------------------------------------------------------------------------------------
 
     def reset_cache(self, generation: bytes, *, now: float, device_cleared: bool = True) -> None:

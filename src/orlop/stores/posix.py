@@ -81,9 +81,7 @@ def in_the_way(path: Path) -> Path:
 def aligned(*buffers: memoryview) -> bool:
     """Whether direct I/O can take the buffers: addresses and lengths multiples of a page."""
     return all(
-        len(buffer) % PAGE_BYTES == 0 and np.frombuffer(buffer, np.uint8).ctypes.data % PAGE_BYTES == 0
-        for buffer in buffers
-        if len(buffer)
+        len(buffer) % PAGE_BYTES == 0 and _address(buffer) % PAGE_BYTES == 0 for buffer in buffers if len(buffer)
     )
 
 
@@ -109,3 +107,8 @@ def entries(directory: str | Path) -> Iterator[os.DirEntry[str]]:
             yield from entries
     except OSError:
         return
+
+
+def _address(buffer: memoryview) -> int:
+    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    return address

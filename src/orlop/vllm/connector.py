@@ -30,6 +30,7 @@ from orlop.config import OrlopConfig
 from orlop.connector import OffloadingConnector
 from orlop.core import OffloadingConnectorMetadata, WorkerOutput
 from orlop.vllm import translate, versions
+from orlop.vllm.metrics import Meter, OrlopPromMetrics, OrlopStats
 from orlop.vllm.off import Off
 from orlop.vllm.patience import Patience
 
@@ -52,6 +53,7 @@ class OrlopConnector(KVConnectorBase_V1, SupportsHMA):
         self._output = WorkerOutput()
         self._patience = Patience(self._config.drain_deadline_s)
         self._half = self._make_half(role is KVConnectorRole.SCHEDULER)
+        self._meter = Meter(self._half.get_stats)
 
     def _make_half(self, is_scheduler: bool) -> OffloadingConnector | Off:
         left_out = translate.groups_left_out(self._kv_cache_config)
@@ -59,11 +61,9 @@ class OrlopConnector(KVConnectorBase_V1, SupportsHMA):
             if is_scheduler:
                 log.warning("offloading is off: %s cannot be kept, and a prefix needs all", ", ".join(left_out))
             return Off()
-        spec, trouble = translate.engine_spec(self._vllm_config, self._kv_cache_config, self._config.weights_id)
+        spec = translate.engine_spec(self._vllm_config, self._kv_cache_config, self._config.weights_id)
         if not is_scheduler:
             return OffloadingConnector.worker(self._config, spec)
-        if trouble and self._config.tiers:
-            log.warning("tiers are off: %s", trouble)
         if self._vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
             log.warning(
                 "kv_load_failure_policy is 'fail': a load that fails ends its request with an error; add "
@@ -122,6 +122,11 @@ class OrlopConnector(KVConnectorBase_V1, SupportsHMA):
     def take_events(self) -> Iterable[KVCacheEvent]:
         return tuple(translate.vllm_events(self._half.take_events(), self._half.chunk_tokens))
 
+    def get_kv_connector_stats(self) -> OrlopStats | None:
+        if self._role is KVConnectorRole.WORKER:
+            return None
+        return self._meter.reading(self._half.is_idle, time.monotonic())
+
     def check(self) -> None:
         """Recount the books of the scheduler's half; for tests and tools."""
         self._half.check()
@@ -153,6 +158,18 @@ class OrlopConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> translate.Reports | None:
         return translate.reports_of(self._output)
+
+    # --- the front-end's process -------------------------------------------------------------------------
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OrlopStats:
+        return OrlopStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> OrlopPromMetrics:
+        return OrlopPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # --- both --------------------------------------------------------------------------------------------------
 

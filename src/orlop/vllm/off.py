@@ -15,6 +15,7 @@ class Off:
     """Answers like an ``OffloadingConnector`` whose caches stay empty; both halves in one."""
 
     chunk_tokens: tuple[int, ...] = ()
+    is_idle = True
 
     def on_new_request(self, request: Any) -> None: ...
 

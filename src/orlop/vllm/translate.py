@@ -28,7 +28,6 @@ from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
-    MLAAttentionSpec,
     SlidingWindowSpec,
     get_kv_cache_spec_kind,
     get_kv_cache_spec_sliding_window,
@@ -42,8 +41,11 @@ from orlop.core import CacheEvent, EngineSpec, JobReport, KVGroup, OffloadingCon
 from orlop.errors import ConfigError
 from orlop.vllm.identity import identity
 
-OFFLOADED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
-"""Specs whose block holds what its prefix determines, and nothing else. Exactly these: a subclass means more."""
+OFFLOADED = (FullAttentionSpec, SlidingWindowSpec)
+"""Specs whose block holds what its prefix determines, and nothing else. Exactly these: a subclass means more.
+
+Latent attention would do as well, but on CPUs vLLM computes it over whole prompts only, never on top of a prefix.
+"""
 
 DISK_TIERS = ("files", "disk")
 
@@ -111,8 +113,8 @@ def refuse_what_is_not_there(vllm_config: Any) -> None:
         )
 
 
-def engine_spec(vllm_config: Any, kv_cache_config: Any, weights_id: str | None) -> tuple[EngineSpec, str | None]:
-    """What the engine says of itself, the same in all its processes but for the rank; and why tiers are off, if so."""
+def engine_spec(vllm_config: Any, kv_cache_config: Any, weights_id: str | None) -> EngineSpec:
+    """What the engine says of itself, the same in all its processes but for the rank."""
     parallel = vllm_config.parallel_config
     said, trouble = identity(vllm_config, kv_cache_config, weights_id)
     events = vllm_config.kv_events_config
@@ -127,8 +129,9 @@ def engine_spec(vllm_config: Any, kv_cache_config: Any, weights_id: str | None) 
         ranks=parallel.world_size,
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         persistent=trouble is None,
+        volatile=trouble or "",
         events=events is not None and events.enable_kv_cache_events,
-    ), trouble
+    )
 
 
 def device_cache_bytes(kv_cache_config: Any) -> int:
@@ -170,6 +173,7 @@ def _is_offloaded(group: Any) -> bool:
         all(type(spec) in OFFLOADED for spec in specs)
         and len(windows) == 1
         and all(getattr(spec, "tokens_per_state", 1) == 1 for spec in specs)
+        and not any(getattr(spec, "non_causal", False) for spec in specs)
         and group.kv_cache_spec.prefix_cacheable
         and group.enable_kv_transfer
         and not group.host_resident

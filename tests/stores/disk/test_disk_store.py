@@ -230,6 +230,8 @@ def test_free_room_stays_in_large_pieces_under_random_eviction(make: Make, monke
 def test_what_is_read_is_not_evicted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make(max_bytes=MIB, direct_io="off")
     keys = [store_key(n) for n in range(4)]
+    for n in range(100):
+        write(store, [store_key(1000 + n)], [8])  # until it has all its segments
     write(store, keys, [1, 2, 3, 4])
     reading, go_on = threading.Event(), threading.Event()
     real = File.read
@@ -276,6 +278,39 @@ def test_an_older_chunk_never_comes_back_over_a_newer_one(make: Make) -> None:
             for number, (_, _, found) in zip(newest, load(store, list(newest)), strict=True):
                 assert found in (None, newest[number])
             store.close()
+
+
+@pytest.mark.fault("B027")
+def test_what_was_evicted_stays_gone_after_a_restart(make: Make) -> None:
+    """Extents of several cells: those that are not filled again yet must not bring back what they held."""
+    store = make(max_bytes=8 * MIB)
+    number = 0
+    while not store.stats().get("evicted_chunks"):
+        assert store_chunks(store, [(number, 1)]) == [Outcome.OK]
+        number += 1
+    assert store.stats()["evicted_chunks"] > 2
+    there = list(store.contains([key_of(n) for n in range(number)]))
+    store.close()
+    assert list(make(max_bytes=8 * MIB).contains([key_of(n) for n in range(number)])) == there
+
+
+@pytest.mark.fault("B027")
+def test_of_two_records_of_one_key_the_newer_counts_and_the_other_goes(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a crash between the record of the newer chunk and the end of the older one's."""
+    store = make()
+    assert store_chunks(store, [(1, 1)]) == [Outcome.OK]
+    monkeypatch.setattr(DiskStore, "_erase", lambda *a: True)
+    assert store_chunks(store, [(1, 2)]) == [Outcome.OK]
+    monkeypatch.undo()
+    store.close()
+    store = make()
+    assert load(store, [1]) == [(Outcome.OK, "", 2)]
+    store.check()
+    assert store.delete([key_of(1)]) == 1
+    store.close()
+    assert load(make(), [1]) == [(Outcome.MISSING, "", None)]
 
 
 # --- lanes ------------------------------------------------------------------------------------------------
@@ -559,6 +594,30 @@ def test_a_bad_sector_is_one_chunks_trouble(make: Make, monkeypatch: pytest.Monk
     answers = read(store, keys)
     assert answers[3] == (Outcome.IO_ERROR, None)
     assert answers[:3] + answers[4:] == [(Outcome.OK, n) for n in (0, 1, 2, 4, 5, 6, 7)]
+
+
+def test_an_index_that_cannot_be_read_costs_its_segment_and_not_the_start(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(max_bytes=MIB)
+    keys = [store_key(n) for n in range(20)]
+    write(store, keys, list(range(20)))
+    store.close()
+    real = File.read
+
+    def rot(self: File, buffers: list[memoryview], offset: int) -> None:
+        if self.path.endswith("00000001.index"):
+            raise OSError(errno.EIO, "Input/output error")
+        real(self, buffers, offset)
+
+    monkeypatch.setattr(File, "read", rot)
+    store = make(max_bytes=MIB)
+    there = list(store.contains(keys))
+    assert 10 < sum(there) < 20
+    assert store.stats()["damaged_segment"] == 1
+    store.close()
+    monkeypatch.undo()
+    assert all(make(max_bytes=MIB).contains(keys))
 
 
 @pytest.mark.fault("B120")

@@ -155,14 +155,12 @@ def _read_lane(fd: int) -> tuple[bytes | None, int]:
 
 
 def others_alive(root: str, own: int) -> tuple[int, bool]:
-    """How many other lanes engines have, and whether one of those wishes for room."""
+    """How many other lanes engines have, and whether one of those wishes for room. Under the lock."""
     alive, wish = 0, False
     for number in lane_numbers(root):
         if number == own:
             continue
-        fd = _lock_lane(root, number)
-        if fd is not None:
-            os.close(fd)
+        if not is_held(root, number):
             continue
         alive += 1
         wish = wish or os.path.exists(f"{root}/{number}/{WISH_FILE}")
@@ -202,6 +200,23 @@ def retire_idle(root: str, own: int, namespace: bytes, wanted_bytes: int, older_
         for number in lanes:
             _remove_empty(f"{root}/{number}")
     return freed
+
+
+@contextmanager
+def hold_idle(root: str, number: int) -> Iterator[bool]:
+    """Whether the lane is ours for the moment, because no engine has it. Under the lock of the directory."""
+    fd = _lock_lane(root, number)
+    try:
+        yield fd is not None
+    finally:
+        if fd is not None:
+            os.close(fd)
+
+
+def is_held(root: str, number: int) -> bool:
+    """Whether an engine has the lane. Under the lock of the directory."""
+    with hold_idle(root, number) as idle:
+        return not idle
 
 
 @contextmanager

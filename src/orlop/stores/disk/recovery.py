@@ -82,6 +82,9 @@ def recover(device: Device, directory: str, now_us: int) -> FoundLane:
             except ForeignVersion:
                 lane.foreign.append(number)
                 continue
+            except OSError:  # cannot be read now: left out, and left there
+                lane.flaws.append(Flaw.SEGMENT)
+                continue
         if segment is not None:
             lane.segments.append(segment)
             continue
@@ -99,7 +102,7 @@ def _read_segment(
     device: Device, cells_path: str, index_path: str, number: int, now_us: int, lane: FoundLane
 ) -> FoundSegment | None:
     index = device.open(index_path)
-    shape, damaged = unpack_segment(_read(index, 0, PAGE_BYTES))
+    shape, damaged = unpack_segment(read_bytes(index, 0, PAGE_BYTES))
     if shape is None or shape.number != number:
         return None
     lane.flaws += [Flaw.SUPERBLOCK] * damaged
@@ -107,7 +110,7 @@ def _read_segment(
     return FoundSegment(shape, cells, index, _read_found(index, cells, shape, now_us, lane.flaws))
 
 
-def _read(file: File, offset: int, nbytes: int) -> memoryview:
+def read_bytes(file: File, offset: int, nbytes: int) -> memoryview:
     """So many bytes from there on, or as many as there are."""
     buffer = memoryview(bytearray(max(0, min(nbytes, file.size() - offset))))
     if len(buffer):
@@ -123,7 +126,7 @@ def read_records(
         flaws.append(Flaw.INDEX_SHORT)
     for first in range(0, shape.cells, BATCH):
         count = min(BATCH, shape.cells - first)
-        raw = _read(index, RECORDS_OFFSET + first * RECORD_BYTES, count * RECORD_BYTES)
+        raw = read_bytes(index, RECORDS_OFFSET + first * RECORD_BYTES, count * RECORD_BYTES)
         raw = raw[: len(raw) - len(raw) % RECORD_BYTES]
         if not len(raw):
             return
@@ -138,7 +141,7 @@ def _read_found(index: File, cells: File, shape: SegmentShape, now_us: int, flaw
         flaws.append(Flaw.CELLS_SHORT)
     batches = []
     last_use = np.zeros(shape.extents, np.int64)
-    recency = _read(index, shape.recency_offset, 8 * shape.extents)
+    recency = read_bytes(index, shape.recency_offset, 8 * shape.extents)
     known = np.frombuffer(recency[: len(recency) - len(recency) % 8], "<u8")
     last_use[: len(known)] = np.where(known > now_us + DAY_US, now_us, known).astype(np.int64)
     for first, records, kept in read_records(index, shape, flaws):

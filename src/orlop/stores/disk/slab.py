@@ -22,7 +22,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -40,14 +39,8 @@ SMALL_SEGMENT_BYTES = 4 << 20
 MakePolicy = Callable[[int], EvictionPolicy]
 
 
-class State(IntEnum):
-    """Of an extent. NONE: a number that no segment has."""
-
-    NONE = 0
-    FREE = 1
-    OPEN = 2
-    CLOSED = 3
-    LEAVING = 4
+NONE, FREE, OPEN, CLOSED, LEAVING = range(5)
+"""States of an extent. NONE: a number that no segment has. No enumeration: they are looked at for every chunk."""
 
 
 def shape_for(number: int, cell_bytes: int, most_bytes: int) -> SegmentShape | None:
@@ -159,7 +152,7 @@ class Slab:
         extents = slice(first, first + shape.extents)
         self._owner[extents] = shape.number
         self._last_use_us[extents] = found.last_use_us if found is not None else 0
-        self._state[extents] = State.FREE
+        self._state[extents] = FREE
         if found is None:
             self._free.setdefault(shape.cell_bytes, []).extend(range(first, first + shape.extents))
             heapq.heapify(self._free[shape.cell_bytes])
@@ -188,14 +181,14 @@ class Slab:
                 np.int32
             )
             extents = segment.first + np.flatnonzero(segment.used)
-            self._state[extents] = State.CLOSED
+            self._state[extents] = CLOSED
             free = segment.first + np.flatnonzero(segment.used == 0)
             heap = self._free.setdefault(segment.shape.cell_bytes, [])
             heap.extend(free.tolist())
             heapq.heapify(heap)
         self.index.load(names[kept], all_places[kept])
         self._rebuild_policy(len(self._state))
-        used = self._last_use_us[self._state == State.CLOSED]
+        used = self._last_use_us[self._state == CLOSED]
         self.last_us = max(self.last_us, int(used.max()) if len(used) else 0)
         doubles: list[int] = all_places[~kept].tolist()
         return doubles
@@ -208,11 +201,11 @@ class Slab:
         """Forget a segment that ``can_remove``; the names it held."""
         extents = np.arange(segment.first, segment.first + segment.shape.extents)
         for extent in extents.tolist():
-            if self._state[extent] in (State.OPEN, State.CLOSED):
+            if self._state[extent] in (OPEN, CLOSED):
                 self._leave_policy(extent)
         gone = self._drop(segment, slice(0, segment.shape.cells))
         size = segment.shape.cell_bytes
-        self._state[extents] = State.NONE
+        self._state[extents] = NONE
         self._owner[extents] = -1
         self._free[size] = [e for e in self._free.get(size, []) if self._owner[e] >= 0]
         heapq.heapify(self._free[size])
@@ -234,7 +227,7 @@ class Slab:
 
     def oldest_use_us(self) -> int:
         """The last use of the extent in use that was used longest ago; now, where there is none."""
-        used = self._last_use_us[(self._state == State.OPEN) | (self._state == State.CLOSED)]
+        used = self._last_use_us[(self._state == OPEN) | (self._state == CLOSED)]
         return int(used.min()) if len(used) else self.last_us
 
     # --- chunks -------------------------------------------------------------------------------------------
@@ -269,18 +262,24 @@ class Slab:
                 self._close(cell_bytes)
         return given
 
-    def publish(self, chunk: Chunk, name: int, header_checksum: int, slack: int) -> Chunk | None:
-        """The chunk is readable; where the key lay before, pinned once, or None."""
-        [before] = self.find([name])
-        if before is not None:
-            self.pin([before])
-            self._clear_cell(before)
-        segment, cell = chunk.segment, chunk.cell
-        segment.names[cell] = name
-        segment.header_checksums[cell] = header_checksum
-        segment.slack[cell] = slack
-        segment.used[chunk.extent - segment.first] += 1
-        self.index.set(name, chunk.place)
+    def publish(self, chunks: Sequence[Chunk], contents: Sequence[tuple[int, int, int]]) -> list[Chunk]:
+        """Chunks are readable: name, header checksum and slack of each. Where those keys lay before, pinned once."""
+        before = []
+        places = self.index.get([name for name, _, _ in contents])
+        given: dict[int, int] = {}
+        for chunk, (name, header_checksum, slack), place in zip(chunks, contents, places, strict=True):
+            place = given.get(name, place)
+            if place != NOTHING:
+                before.append(self.at(place))
+                self.pin(before[-1:])
+                self._clear_cell(before[-1])
+            segment, cell = chunk.segment, chunk.cell
+            segment.names[cell] = name
+            segment.header_checksums[cell] = header_checksum
+            segment.slack[cell] = slack
+            segment.used[chunk.extent - segment.first] += 1
+            self.index.set(name, chunk.place)
+            given[name] = chunk.place
         return before
 
     def forget(self, chunk: Chunk, name: int) -> bool:
@@ -296,7 +295,7 @@ class Slab:
         for chunk in chunks:
             extent = chunk.extent
             self._pins[extent] += 1
-            if self._pins[extent] == 1 and self._state[extent] == State.CLOSED:
+            if self._pins[extent] == 1 and self._state[extent] == CLOSED:
                 self._policy.withdraw([extent])
                 self._offered -= 1
 
@@ -304,12 +303,12 @@ class Slab:
         for chunk in chunks:
             extent = chunk.extent
             self._pins[extent] -= 1
-            if self._pins[extent] == 0 and self._state[extent] == State.CLOSED:
+            if self._pins[extent] == 0 and self._state[extent] == CLOSED:
                 self._offer(extent)
 
     def touch(self, chunks: Sequence[Chunk], now_us: int) -> None:
         """Of use now, the first of them last: it begins the prefix that the others extend."""
-        extents = list(dict.fromkeys(c.extent for c in chunks if self._state[c.extent] in (State.OPEN, State.CLOSED)))
+        extents = list(dict.fromkeys(chunk.extent for chunk in chunks))
         if not extents:
             return
         self._policy.touch(np.array(extents, np.int64))
@@ -334,7 +333,7 @@ class Slab:
             return None
         extent = self._policy.pop()
         self._offered -= 1
-        self._state[extent] = State.LEAVING
+        self._state[extent] = LEAVING
         segment = self.segments[int(self._owner[extent])]
         return Victim(segment, extent, self._drop(segment, segment.cells_of(extent)))
 
@@ -356,7 +355,7 @@ class Slab:
     def free_cells(self, cell_bytes: int) -> int:
         """Cells that can be given out without an eviction."""
         free = sum(
-            int((self._state[s.first : s.first + s.shape.extents] == State.FREE).sum()) * s.shape.extent_cells
+            int((self._state[s.first : s.first + s.shape.extents] == FREE).sum()) * s.shape.extent_cells
             for s in self.segments.values()
             if s.shape.cell_bytes == cell_bytes
         )
@@ -372,7 +371,7 @@ class Slab:
         if held != dict(zip(names.tolist(), places.tolist(), strict=True)):
             raise InvariantError(f"found {len(names)} keys in the index, expected the {len(held)} of the cells")
         offered = set(self._policy.candidates())
-        expected = set(np.flatnonzero((self._state == State.CLOSED) & (self._pins == 0)).tolist())
+        expected = set(np.flatnonzero((self._state == CLOSED) & (self._pins == 0)).tolist())
         if offered != expected or self._offered != len(expected):
             raise InvariantError(f"offered extents differ: {sorted(offered ^ expected)}; count {self._offered}")
         for segment in self.segments.values():
@@ -380,12 +379,12 @@ class Slab:
             if (used != segment.used).any():
                 raise InvariantError(f"segment {segment.shape.number}: chunks per extent do not add up")
             states = self._state[segment.first : segment.first + segment.shape.extents]
-            if (used[states == State.FREE] != 0).any() or (states == State.NONE).any():
+            if (used[states == FREE] != 0).any() or (states == NONE).any():
                 raise InvariantError(f"segment {segment.shape.number}: a free extent holds a chunk")
-            free = {e for e in self._free[segment.shape.cell_bytes] if self._state[e] == State.FREE}
-            if not set((segment.first + np.flatnonzero(states == State.FREE)).tolist()) <= free:
+            free = {e for e in self._free[segment.shape.cell_bytes] if self._state[e] == FREE}
+            if not set((segment.first + np.flatnonzero(states == FREE)).tolist()) <= free:
                 raise InvariantError(f"segment {segment.shape.number}: a free extent is lost")
-        if idle and (self._pins.any() or (self._state == State.LEAVING).any()):
+        if idle and (self._pins.any() or (self._state == LEAVING).any()):
             raise InvariantError("something is pinned, or leaving, and nobody is there")
 
     # --- extents ------------------------------------------------------------------------------------------
@@ -394,12 +393,9 @@ class Slab:
         heap = self._free.get(cell_bytes, [])
         while heap:
             extent = heapq.heappop(heap)
-            if (
-                self._state[extent] != State.FREE
-                or self.segments[int(self._owner[extent])].shape.cell_bytes != cell_bytes
-            ):
+            if self._state[extent] != FREE or self.segments[int(self._owner[extent])].shape.cell_bytes != cell_bytes:
                 continue
-            self._state[extent] = State.OPEN
+            self._state[extent] = OPEN
             self._policy.insert(0, [name.to_bytes(8, "little")], np.array([extent], np.int64))
             self._last_use_us[extent] = self.next_us(now_us)
             self._open[cell_bytes] = (extent, 0)
@@ -408,7 +404,7 @@ class Slab:
 
     def _close(self, cell_bytes: int) -> None:
         extent, _ = self._open.pop(cell_bytes)
-        self._state[extent] = State.CLOSED
+        self._state[extent] = CLOSED
         if not self._pins[extent]:
             self._offer(extent)
 
@@ -429,12 +425,12 @@ class Slab:
             self._free_extent(extent)
 
     def _leave_policy(self, extent: int) -> None:
-        if self._state[extent] == State.CLOSED and not self._pins[extent]:
+        if self._state[extent] == CLOSED and not self._pins[extent]:
             self._offered -= 1
         self._policy.forget(np.array([extent], np.int64))
 
     def _free_extent(self, extent: int) -> None:
-        self._state[extent] = State.FREE
+        self._state[extent] = FREE
         heapq.heappush(self._free.setdefault(self._cell_bytes(extent), []), extent)
 
     def _cell_bytes(self, extent: int) -> int:
@@ -477,11 +473,11 @@ class Slab:
     def _rebuild_policy(self, size: int) -> None:
         """A policy has a fixed number of slots: build a larger one and tell it all in the order of last use."""
         self._policy = self._make_policy(size)
-        known = np.flatnonzero((self._state == State.OPEN) | (self._state == State.CLOSED))
+        known = np.flatnonzero((self._state == OPEN) | (self._state == CLOSED))
         known = known[np.argsort(-self._last_use_us[known], kind="stable")].astype(np.int64)
         hashes = [self._hash_of(extent) for extent in known.tolist()]
         self._policy.insert(0, hashes, known)
-        offered = known[(self._state[known] == State.CLOSED) & (self._pins[known] == 0)].tolist()
+        offered = known[(self._state[known] == CLOSED) & (self._pins[known] == 0)].tolist()
         self._policy.offer(offered)
         self._offered = len(offered)
 

@@ -237,10 +237,10 @@ class DiskStore(ChunkStore):
         now_us = self._now_us()
         for number in list(room.slab.segments) if room is not None else ():
             assert room is not None
-            segment = room.slab.segments.get(number)
-            if segment is None:
+            segment, files = room.slab.segments.get(number), room.files.get(number)
+            if segment is None or files is None:
                 continue
-            for first, records, kept in read_records(room.files[number][1], segment.shape, []):
+            for first, records, kept in read_records(files[1], segment.shape, []):
                 for i in kept.tolist():
                     key, place = fmt.key_of(records[i]), segment.shape.place(first + i)
                     with self._lock:
@@ -408,13 +408,12 @@ class DiskStore(ChunkStore):
         return fmt.pack_records(fields, [item.key for item, _ in run])
 
     def _publish(self, room: _Room, run: Sequence[tuple[_Item, Chunk]]) -> None:
-        before: list[Chunk] = []
+        chunks = [chunk for _, chunk in run]
+        cell_bytes = chunks[0].segment.shape.cell_bytes
+        contents = [(item.name, item.header_checksum, cell_bytes - item.nbytes) for item, _ in run]
         with self._lock:
-            for item, chunk in run:
-                slack = chunk.segment.shape.cell_bytes - item.nbytes
-                old = room.slab.publish(chunk, item.name, item.header_checksum, slack)
-                before += [old] if old is not None else []
-            room.slab.touch([chunk for _, chunk in run], self._now_us())
+            before = room.slab.publish(chunks, contents)
+            room.slab.touch(chunks, self._now_us())
             self._told(room, added=[item.name for item, _ in run])
         try:
             self._erase(room, before)
@@ -590,7 +589,11 @@ class DiskStore(ChunkStore):
 
     def _give_back(self, room: _Room) -> None:
         """Others have less than their share and wish for room: what is above ours goes, oldest first."""
-        alive, wish = others_alive(self._root, room.lane.number)
+        try:
+            with directory_lock(self._root):
+                alive, wish = others_alive(self._root, room.lane.number)
+        except OSError:  # the directory has gone: the next call finds out
+            return
         share = self._max_bytes // (alive + 1)
         while wish and self._device.used_bytes(room.lane.directory) > share:
             with self._making_room:
