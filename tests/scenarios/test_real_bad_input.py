@@ -32,6 +32,7 @@ from orlop.config import OrlopConfig
 from orlop.connector import OffloadingConnector
 from orlop.core import EngineSpec, KVGroup
 from orlop.errors import ConfigError, OrlopError, ResourceError, TierUnavailable
+from orlop.stores.disk.folder import DiskFolder
 from orlop.testing.request_runner import Status
 
 SOURCE = Path(__file__).parents[2] / "src" / "orlop"
@@ -144,16 +145,16 @@ def test_a_refusal_is_said_to_every_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("B227")
-def test_the_documented_line_of_configuration_keeps_files_and_serves_them(tmp_path: Path) -> None:
+def test_the_documented_line_of_configuration_keeps_chunks_and_serves_them(tmp_path: Path) -> None:
     readme = (SOURCE.parents[1] / "README.md").read_text(encoding="utf-8")
     line = json.loads(re.findall(r"```json\n(.*?)```", readme, re.DOTALL)[0])
     line["host"] = 24 * 4096
-    line["files"] |= {"path": str(tmp_path), "deadline": dict(PATIENT)}
+    line["disk"] |= {"path": str(tmp_path), "bytes": "4MiB", "deadline": dict(PATIENT)}
     for external in (0, 40):
         with Engine(tmp_path, "documented", FULL, 1, settings=line, tiers=False) as engine:
             assert engine.serve(PROMPT).was_external == external
-            assert engine.stats()["tokens_loaded 0:files"] == external
-        assert len(chunk_files(tmp_path)) == 5
+            assert engine.stats()["tokens_loaded 0:disk"] == external
+        assert len(list(DiskFolder(tmp_path).scan())) == 5
 
 
 @pytest.mark.fault("B218")
