@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from orlop.counting import Stats
@@ -78,6 +78,7 @@ class OrlopPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: Mapping[int, Sequence[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        _forget_earlier_engines()
         kinds = {
             Kind.COUNTER: metric_types[Counter],
             Kind.GAUGE: metric_types[Gauge],
@@ -87,3 +88,10 @@ class OrlopPromMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         self._instruments.add(transfer_stats_data.get(CHANGED, {}), engine_idx)
+
+
+def _forget_earlier_engines() -> None:
+    """A process may make one engine after another. vLLM takes its own metrics from the registry then; we do ours."""
+    for collector in list(REGISTRY._collector_to_names):
+        if str(getattr(collector, "_name", "")).startswith("orlop_"):
+            REGISTRY.unregister(collector)
