@@ -34,6 +34,14 @@ def llm(directory):
 # --- text -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_after_generate_nothing_is_left_of_a_request_that_stopped_by_itself(directory, async_scheduling):
+    with LLM(directory, EngineConfig(num_blocks=64, async_scheduling=async_scheduling)) as llm:
+        (whole,) = llm.generate("Ahoy", 8)
+        llm.generate("Ahoy", SamplingParams(8, stop_token_ids=[whole.tokens[3]]))
+        assert not llm.has_work()
+
+
 def test_text_is_its_tokens_with_the_begin_token_and_the_answer_is_text_again(llm):
     by_text, by_ids = llm.generate(["Ahoy", [256, *b"Ahoy"]], 10)
     assert by_text.tokens == by_ids.tokens

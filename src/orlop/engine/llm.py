@@ -284,7 +284,10 @@ class LLM:
             by_id |= {result.request_id: result for result in ended if result.request_id in wanted}
             self._unclaimed += [result for result in ended if result.request_id not in wanted]
         deadline = self._clock() + self.config.drain_deadline_s
-        while self._has_transfers() and self._clock() < deadline:
+        # A step beyond the end may be unreported; beside requests of others it is theirs to report.
+        while self._has_transfers() or (self._unreported and not self.scheduler.has_unfinished):
+            if self._clock() >= deadline:
+                break
             self._unclaimed += self._step()
         return [by_id[request_id] for request_id in ids if request_id in by_id]
 
