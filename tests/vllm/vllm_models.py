@@ -31,12 +31,12 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def make_llama(folder: Path, seed: int = 7) -> Path:
-    """Full attention in every layer."""
+def make_llama(folder: Path, seed: int = 7, **sizes: Any) -> Path:
+    """Full attention in every layer; ``sizes`` of its configuration, where they are others."""
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
-    return _save(LlamaForCausalLM, LlamaConfig(**_SIZES), folder, seed)
+    return _save(LlamaForCausalLM, LlamaConfig(**{**_SIZES, **sizes}), folder, seed)
 
 
 def make_gemma(folder: Path, seed: int = 7, window: int = 256) -> Path:
