@@ -158,10 +158,9 @@ def test_nobody_waits_while_memory_is_filled(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(region_module, "_advise", wait_and_advise)
     region = HostRegion.create(LAYOUT)
     assert region.usable_slots == 0
+    assert not region.wait_filled(0.0)
     may_fill.set()
-    for thread in threading.enumerate():
-        if thread.name == "orlop-region-prefault":
-            thread.join(timeout=WAIT_S)
+    assert region.wait_filled(WAIT_S)
     assert region.usable_slots == LAYOUT.slots
     region.close()
 
