@@ -207,6 +207,7 @@ class HostRegion:
     def __init__(self, fd: int, layout: RegionLayout) -> None:
         sections = _Sections.of(layout)
         self.layout = layout
+        self._slot_bytes = layout.slot_bytes  # recounted from all ranks and groups at each look
         self._fd = fd
         self._listener: Listener | None = None
         self._server: threading.Thread | None = None
@@ -236,8 +237,8 @@ class HostRegion:
 
     def view(self, slot: int, nbytes: int) -> memoryview:
         """The first ``nbytes`` of a slot, writable; starts on a multiple of 4096."""
-        if not 0 <= nbytes <= self.layout.slot_bytes:
-            raise ValueError(f"found {nbytes} bytes asked of a slot, expected 0 to {self.layout.slot_bytes}")
+        if not 0 <= nbytes <= self._slot_bytes:
+            raise ValueError(f"found {nbytes} bytes asked of a slot, expected 0 to {self._slot_bytes}")
         return memoryview(self.slots[slot])[:nbytes]
 
     def fileno(self) -> int:
