@@ -39,6 +39,8 @@ from orlop.tiering.runner import RunnerOptions, TierRunner
 THREADS, JOB_CHUNKS, JOBS_AT_ONCE = 4, 32, 8
 """As a tier has them by default; a job is a promotion or a cascade of a prefix."""
 CALL_BYTES = 4 << 20
+HOST_BYTES = 128 << 20
+"""Of host memory at most, but for one chunk."""
 LEAST_BYTES, MOST_CHUNK_BYTES = 16 << 20, 256 << 20
 SLOW_BYTES_PER_S, FAIR_PART = 100e6, 0.6
 PATIENCE_S = 60.0
@@ -146,11 +148,12 @@ def measure_disk(path: Path, nbytes: int, seconds: float, must_stop: MustStop) -
 def _from_threads(call: Callable[[memoryview, int], int], size: int, seconds: float, must_stop: MustStop) -> Rate:
     rate, lock, trouble = Rate(), threading.Lock(), list[OSError]()
     offsets = iter(range(0, size, CALL_BYTES))
+    views = [memoryview(mmap.mmap(-1, CALL_BYTES)) for _ in range(THREADS)]
+    for view in views:
+        view[:] = os.urandom(CALL_BYTES)
     began = time.monotonic()
 
-    def work() -> None:
-        view = memoryview(mmap.mmap(-1, CALL_BYTES))
-        view[:] = os.urandom(CALL_BYTES)
+    def work(view: memoryview) -> None:
         while time.monotonic() - began < seconds and not must_stop() and not trouble:
             with lock:
                 at = next(offsets, None)
@@ -164,7 +167,7 @@ def _from_threads(call: Callable[[memoryview, int], int], size: int, seconds: fl
             with lock:
                 rate.nbytes += moved
 
-    threads = [threading.Thread(target=work) for _ in range(THREADS)]
+    threads = [threading.Thread(target=work, args=(view,)) for view in views]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -180,8 +183,9 @@ def _from_threads(call: Callable[[memoryview, int], int], size: int, seconds: fl
 
 def measure_tier(path: Path, chunk_bytes: int, nbytes: int, seconds: float, must_stop: MustStop) -> Measured:
     """The slab through its I/O process, with chunks that are verified as ever."""
-    job_chunks = min(JOB_CHUNKS, max(1, nbytes // 4 // chunk_bytes))
-    jobs_at_once = max(1, min(JOBS_AT_ONCE, nbytes // 2 // (job_chunks * chunk_bytes)))
+    memory = min(HOST_BYTES, nbytes)
+    job_chunks = max(1, min(JOB_CHUNKS, memory // JOBS_AT_ONCE // chunk_bytes))
+    jobs_at_once = max(1, min(JOBS_AT_ONCE, memory // (job_chunks * chunk_bytes)))
     slots = job_chunks * jobs_at_once
     region = HostRegion.create(RegionLayout(slots, 1, ((chunk_bytes,),)), prefault=False)
     rng = np.random.default_rng(0)
