@@ -286,7 +286,7 @@ class IoWorker:
         finally:
             self._leave(work)
         with self._lock:
-            idle = not (self._loads or self._stores)
+            idle = not (self._loads or self._stores or self._loading or self._storing)
         self._maybe_stats(idle=idle)
 
     def _next_work(self) -> _Part | Touch | None:
@@ -353,12 +353,13 @@ class IoWorker:
         keys = transfer.keys[start:stop]
         slots = transfer.slots[start:stop]
         names = [transfer.digest + key for key in keys]
+        namespace = Namespace(transfer.digest, transfer.generation)
         with self._views(slots, transfer.payload_bytes) as views:
             heads = headers.of(len(keys))
             outcomes = _checked(store.read_into(names, heads, views), len(keys))
             for i, outcome in enumerate(outcomes):
                 if outcome is Outcome.OK:
-                    outcomes[i] = self._verify(transfer, keys[i], slots[i], heads[i], views[i], damaged)
+                    outcomes[i] = self._verify(transfer, namespace, keys[i], slots[i], heads[i], views[i], damaged)
                 elif outcome is Outcome.CORRUPT:
                     damaged.append(envelope.Reason.LENGTH)
         broken = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is Outcome.CORRUPT]
@@ -369,6 +370,7 @@ class IoWorker:
     def _verify(
         self,
         transfer: Transfer,
+        namespace: Namespace,
         key: bytes,
         slot: int,
         header: memoryview,
@@ -379,7 +381,7 @@ class IoWorker:
             checksums = envelope.verify(
                 header,
                 payload,
-                namespace=Namespace(transfer.digest, transfer.generation),
+                namespace=namespace,
                 key=key,
                 payload_bytes=transfer.payload_bytes,
                 parts=self._parts[transfer.group],
@@ -628,7 +630,7 @@ def _checked(outcomes: Sequence[Outcome], count: int) -> list[Outcome]:
     """A store that answers for more or fewer keys than it was asked has answered for none."""
     if len(outcomes) != count:
         raise StoreError(f"found {len(outcomes)} outcomes, expected {count}, one per key")
-    return [Outcome(outcome) for outcome in outcomes]
+    return list(map(Outcome, outcomes))
 
 
 def _delete_quietly(store: ChunkStore, names: Sequence[bytes]) -> None:
