@@ -314,7 +314,8 @@ class IoWorker:
                 self._loading -= 1
             else:
                 self._storing -= 1
-                self._work.notify()  # one more may store
+                if self._stores:
+                    self._work.notify()  # one more may store
             if self._clears:
                 self._clearing.notify()
             if self._closing:
