@@ -494,11 +494,11 @@ class IoWorker:
             return self._asks.popleft()
 
     def _probe(self, store: ChunkStore, ask: Ask) -> bytes:
-        def contains(keys: Sequence[bytes]) -> Sequence[bool]:
+        def contains(keys: Sequence[bytes]) -> bytes:
             there = store.contains([ask.digest + key for key in keys])
             if len(there) != len(keys):
                 raise StoreError(f"contains: found {len(there)} answers, expected {len(keys)}")
-            return there
+            return bytes(map(bool, there))
 
         return probe(ask.keys, ask.stop_at_miss, contains)
 
