@@ -55,6 +55,7 @@ _POPULATE_BYTES = 64 << 20
 _TOUCH_BYTES = 16 << 20
 
 _RETRY_S = 0.02
+_FILL_POLL_S = 0.001
 
 Decide = Callable[[tuple[tuple[int, ...], ...]], RegionLayout]
 """From the page sizes ``[rank][group]`` in bytes to the layout of the region."""
@@ -224,6 +225,15 @@ class HostRegion:
     def usable_slots(self) -> int:
         """How many slots from the start have their pages; a plain memory read that only grows."""
         return int(self._usable[0])
+
+    def wait_filled(self, timeout_s: float) -> bool:
+        """Whether, at latest after ``timeout_s``, every slot has its pages. Waits; for start-up only."""
+        deadline = time.monotonic() + timeout_s
+        while self.usable_slots < self.layout.slots:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_FILL_POLL_S)
+        return True
 
     def view(self, slot: int, nbytes: int) -> memoryview:
         """The first ``nbytes`` of a slot, writable; starts on a multiple of 4096."""
