@@ -128,5 +128,6 @@ def test_an_index_is_a_dictionary_however_often_it_merges() -> None:
             index.load(np.array(list(alive), np.uint64), np.array(list(alive.values()), np.int64))
         asked = [rng.randrange(1, 20_000) << 40 | 1 for _ in range(500)]
         assert index.get(asked) == [twin.get(name, -1) for name in asked]
+        assert index.has(asked) == bytes(twin.get(name, -1) >= 0 for name in asked)
     names, values = index.items()
     assert dict(zip(names.tolist(), values.tolist(), strict=True)) == {n: v for n, v in twin.items() if v >= 0}

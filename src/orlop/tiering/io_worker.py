@@ -286,7 +286,7 @@ class IoWorker:
         finally:
             self._leave(work)
         with self._lock:
-            idle = not (self._loads or self._stores)
+            idle = not (self._loads or self._stores or self._loading or self._storing)
         self._maybe_stats(idle=idle)
 
     def _next_work(self) -> _Part | Touch | None:
@@ -314,7 +314,8 @@ class IoWorker:
                 self._loading -= 1
             else:
                 self._storing -= 1
-                self._work.notify()  # one more may store
+                if self._stores:
+                    self._work.notify()  # one more may store
             if self._clears:
                 self._clearing.notify()
             if self._closing:
@@ -353,12 +354,13 @@ class IoWorker:
         keys = transfer.keys[start:stop]
         slots = transfer.slots[start:stop]
         names = [transfer.digest + key for key in keys]
+        namespace = Namespace(transfer.digest, transfer.generation)
         with self._views(slots, transfer.payload_bytes) as views:
             heads = headers.of(len(keys))
             outcomes = _checked(store.read_into(names, heads, views), len(keys))
             for i, outcome in enumerate(outcomes):
                 if outcome is Outcome.OK:
-                    outcomes[i] = self._verify(transfer, keys[i], slots[i], heads[i], views[i], damaged)
+                    outcomes[i] = self._verify(transfer, namespace, keys[i], slots[i], heads[i], views[i], damaged)
                 elif outcome is Outcome.CORRUPT:
                     damaged.append(envelope.Reason.LENGTH)
         broken = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is Outcome.CORRUPT]
@@ -369,6 +371,7 @@ class IoWorker:
     def _verify(
         self,
         transfer: Transfer,
+        namespace: Namespace,
         key: bytes,
         slot: int,
         header: memoryview,
@@ -379,7 +382,7 @@ class IoWorker:
             checksums = envelope.verify(
                 header,
                 payload,
-                namespace=Namespace(transfer.digest, transfer.generation),
+                namespace=namespace,
                 key=key,
                 payload_bytes=transfer.payload_bytes,
                 parts=self._parts[transfer.group],
@@ -491,11 +494,11 @@ class IoWorker:
             return self._asks.popleft()
 
     def _probe(self, store: ChunkStore, ask: Ask) -> bytes:
-        def contains(keys: Sequence[bytes]) -> Sequence[bool]:
+        def contains(keys: Sequence[bytes]) -> bytes:
             there = store.contains([ask.digest + key for key in keys])
             if len(there) != len(keys):
                 raise StoreError(f"contains: found {len(there)} answers, expected {len(keys)}")
-            return there
+            return bytes(map(bool, there))
 
         return probe(ask.keys, ask.stop_at_miss, contains)
 
@@ -628,7 +631,7 @@ def _checked(outcomes: Sequence[Outcome], count: int) -> list[Outcome]:
     """A store that answers for more or fewer keys than it was asked has answered for none."""
     if len(outcomes) != count:
         raise StoreError(f"found {len(outcomes)} outcomes, expected {count}, one per key")
-    return [Outcome(outcome) for outcome in outcomes]
+    return list(map(Outcome, outcomes))
 
 
 def _delete_quietly(store: ChunkStore, names: Sequence[bytes]) -> None:

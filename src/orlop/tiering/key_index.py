@@ -30,16 +30,21 @@ def key_name(key: bytes) -> int:
     return xxhash.xxh3_64_intdigest(key) or 1
 
 
-def probe(keys: Sequence[bytes], stop_at_miss: bool, contains: Callable[[Sequence[bytes]], Sequence[bool]]) -> bytes:
-    """One byte per key, 1 where ``contains`` says so; with ``stop_at_miss`` up to the first 0.
+def names_of(digest: bytes, keys: Sequence[bytes]) -> list[int]:
+    """``key_name`` of each packed key of a namespace."""
+    digest_of = xxhash.xxh3_64_intdigest
+    return [digest_of(digest + key) or 1 for key in keys]
+
+
+def probe(keys: Sequence[bytes], stop_at_miss: bool, contains: Callable[[Sequence[bytes]], bytes]) -> bytes:
+    """One byte per key, 1 or 0, as ``contains`` says; with ``stop_at_miss`` up to the first 0.
 
     Most runs miss early or are there in whole: it begins small and doubles while everything is there.
     """
     found = bytearray()
     size = FIRST_PROBE if stop_at_miss else len(keys)
     while len(found) < len(keys):
-        there = contains(keys[len(found) : len(found) + size])
-        found += bytes(map(bool, there))
+        found += contains(keys[len(found) : len(found) + size])
         if stop_at_miss and (miss := found.find(0)) >= 0:
             return bytes(found[: miss + 1])
         size = min(2 * size, LARGEST_PROBE)
@@ -66,11 +71,18 @@ class KeyIndex:
         base, values, changed = self._state
         found = [NOTHING] * len(names)
         if len(base) and names:
-            wanted = np.array(names, np.uint64)
-            at = np.minimum(np.searchsorted(base, wanted), len(base) - 1)
-            found = np.where(base[at] == wanted, values[at], NOTHING).tolist()
+            at, same = _search(base, names)
+            found = np.where(same, values[at], NOTHING).tolist()
         if changed:
             found = [changed.get(name, value) for name, value in zip(names, found, strict=True)]
+        return found
+
+    def has(self, names: Sequence[int]) -> bytes:
+        """One byte per name: 1 where there is a value. As ``get``, and cheaper."""
+        base, _, changed = self._state
+        found = _search(base, names)[1].tobytes() if len(base) and names else bytes(len(names))
+        if changed:
+            found = bytes([changed.get(name, was - 1) != NOTHING for name, was in zip(names, found, strict=True)])
         return found
 
     def set(self, name: int, value: int) -> None:
@@ -105,3 +117,10 @@ class KeyIndex:
         names, news = names[news != NOTHING], news[news != NOTHING]
         where = np.searchsorted(base, names)
         self._state = (np.insert(base, where, names), np.insert(values, where, news), {})
+
+
+def _search(base: UInt64Array, names: Sequence[int]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
+    """Where in ``base``, which is sorted and not empty, each name is or would be near; whether it is there."""
+    wanted = np.array(names, np.uint64)
+    at = np.minimum(np.searchsorted(base, wanted), len(base) - 1)
+    return at, base[at] == wanted

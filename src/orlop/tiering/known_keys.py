@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from orlop.tiering.io_messages import Keys
-from orlop.tiering.key_index import NOTHING, KeyIndex, UInt64Array, key_name, probe
+from orlop.tiering.key_index import NOTHING, KeyIndex, UInt64Array, names_of, probe
 
 
 class KnownKeys:
@@ -48,8 +48,4 @@ class KnownKeys:
         index = self._index
         if index is None:
             return None
-        return probe(
-            keys,
-            stop_at_miss,
-            lambda part: [value != NOTHING for value in index.get([key_name(digest + key) for key in part])],
-        )
+        return probe(keys, stop_at_miss, lambda part: index.has(names_of(digest, part)))

@@ -264,21 +264,21 @@ class Slab:
         return given
 
     def publish(self, chunks: Sequence[Chunk], contents: Sequence[tuple[int, int, int]]) -> list[Chunk]:
-        """Chunks are readable: name, header checksum and slack of each. Where those keys lay before, pinned once."""
+        """Neighbours are readable: name, header checksum, slack of each. Where those keys lay before, pinned once."""
+        segment, cell = chunks[0].segment, chunks[0].cell
+        cells = slice(cell, cell + len(chunks))
+        names, segment.header_checksums[cells], segment.slack[cells] = zip(*contents, strict=True)
+        segment.names[cells] = names
+        for extent, count in Counter([chunk.extent for chunk in chunks]).items():
+            segment.used[extent - segment.first] += count
         before = []
-        places = self.index.get([name for name, _, _ in contents])
         given: dict[int, int] = {}
-        for chunk, (name, header_checksum, slack), place in zip(chunks, contents, places, strict=True):
+        for chunk, name, place in zip(chunks, names, self.index.get(names), strict=True):
             place = given.get(name, place)
             if place != NOTHING:
                 before.append(self.at(place))
                 self.pin(before[-1:])
                 self._clear_cell(before[-1])
-            segment, cell = chunk.segment, chunk.cell
-            segment.names[cell] = name
-            segment.header_checksums[cell] = header_checksum
-            segment.slack[cell] = slack
-            segment.used[chunk.extent - segment.first] += 1
             self.index.set(name, chunk.place)
             given[name] = chunk.place
         return before

@@ -67,10 +67,7 @@ class _Item:
     header: memoryview
     view: memoryview
     header_checksum: int
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.header) + len(self.view)
+    nbytes: int
 
 
 @dataclass(eq=False, slots=True)
@@ -191,18 +188,20 @@ class DiskStore(ChunkStore):
         room = self._open()
         if room is None:
             return outcomes
+        items = [
+            _Item(i, key, key_name(key), header, view, fmt.checksum(header), len(header) + len(view))
+            for i, (key, header, view) in enumerate(zip(keys, headers, views, strict=True))
+            if 1 <= len(key) <= MAX_KEY_BYTES
+        ]
         todo: dict[int, list[_Item]] = {}
         with self._lock:
-            found = room.slab.find([key_name(key) for key in keys])
+            self._counts["keys_too_long"] += len(keys) - len(items)
+            found = room.slab.find([item.name for item in items])
             same: list[Chunk] = []
-            for i, (key, header, view, chunk) in enumerate(zip(keys, headers, views, found, strict=True)):
-                if not 1 <= len(key) <= MAX_KEY_BYTES:
-                    self._counts["keys_too_long"] += 1
-                    continue
-                item = _Item(i, key, key_name(key), header, view, fmt.checksum(header))
+            for item, chunk in zip(items, found, strict=True):
                 if chunk is not None and _is_same(chunk, item):
                     same.append(chunk)
-                    outcomes[i] = Outcome.OK
+                    outcomes[item.i] = Outcome.OK
                     self._counts["kept_chunks"] += 1
                 else:
                     todo.setdefault(cell_bytes_for(item.nbytes), []).append(item)
@@ -495,7 +494,7 @@ class DiskStore(ChunkStore):
                 oldest_us = room.slab.oldest_use_us()
             free += retire_idle(self._root, room.lane.number, self._namespace, whole - free, oldest_us)
         share = self._max_bytes // (alive + 1)
-        mine = self._device.used_bytes(room.lane.directory)
+        mine = self._device.used_bytes(room.lane.directory) if alive else 0  # of interest to others alone
         room.lane.wish(alive > 0 and free < whole and mine + whole <= share)
         if wish and mine + whole > share:
             free = 0
