@@ -247,6 +247,21 @@ def test_a_full_disk_below_standard_output_is_one_line(command):
     assert done.stderr == "orlop: output cannot be written: No space left on device; make room there\n"
 
 
+def test_ctrl_c_while_the_commands_are_imported_says_nothing():
+    program = (
+        "import sys, runpy\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'typer': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "runpy.run_module('orlop', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_quiet_is_quiet(trace):
     assert orlop("run", "--trace", trace, *SMALL, "--limit", 2, "--no-compare", "--quiet").stderr == ""
 

@@ -11,6 +11,7 @@ import errno
 import os
 import sys
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -29,7 +30,7 @@ EXAMPLE_LINE = '{"input_length": 1100, "output_length": 8, "hash_ids": [0, 1, 2]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 app = typer.Typer(
-    help="Keep the KV cache of an LLM engine in host memory and files, and bring it back.\n\n"
+    help="Keep the KV cache of an LLM engine in host memory, on disk and in files, and bring it back.\n\n"
     "Begin with 'orlop demo'; then 'orlop run' with your own model and prompts, and 'orlop doctor' before you deploy.",
     no_args_is_help=True,
     add_completion=False,
@@ -235,6 +236,8 @@ def clear(
 
 def main() -> None:
     """Run the command line; problems that the user can put right are one line and exit code 2."""
+    if isinstance(sys.stdout, TextIOWrapper):  # a path may have characters that the terminal has not
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except OrlopError as error:

@@ -45,7 +45,7 @@ import torch  # isort: skip
 
 log = logging.getLogger(__name__)
 
-CONSOLE = Console(stderr=True)
+CONSOLE = Console(stderr=True, markup=False)
 ENDED, DIFFERS = 0, 1
 TRACE_OUTPUT, PROMPTS_OUTPUT = 4, 32
 """The most tokens to generate per request, where nothing says how many."""

@@ -169,13 +169,18 @@ class SafetensorWeights:
         path = root / SINGLE
         if not path.exists():
             raise ConfigError(f"model {root}: found neither {SINGLE} nor {INDEX}, expected one of them")
-        with _reading(path, lambda: safe_open(path, framework="pt")) as file:
+        with _reading(path, lambda: _opened(path)) as file:
             return dict.fromkeys(file.keys(), path)
 
     def _file(self, path: Path) -> Any:
         if path not in self._files:
-            self._files[path] = safe_open(path, framework="pt")
+            self._files[path] = _opened(path)
         return self._files[path]
+
+
+def _opened(path: Path) -> Any:
+    path.open("rb").close()  # says what is wrong; the library calls a file that may not be read missing
+    return safe_open(path, framework="pt")
 
 
 def _reading(path: Path, read: Any) -> Any:
