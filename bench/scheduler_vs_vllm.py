@@ -134,12 +134,13 @@ class Rig:
     scheduler: Any
     took_us: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     message: Any = None
+    hooks: Sequence[str] = HOOKS
     _stores: dict[int, str] = field(default_factory=dict)
     _loads: dict[int, str] = field(default_factory=dict)
     _added: int = 0
 
     def __post_init__(self) -> None:
-        for hook in HOOKS:
+        for hook in self.hooks:
             setattr(self.scheduler.connector, hook, self._timed(hook, getattr(self.scheduler.connector, hook)))
 
     def _timed(self, hook: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,21 +178,23 @@ class Rig:
         output = self.scheduler.schedule()
         self.message = output.kv_connector_metadata
         self._stores, self._loads = self.side.jobs(self.message)
-        said = None
-        if stores or loads:
-            said = KVConnectorOutput(
-                finished_recving=set(loads.values()),
-                kv_connector_worker_meta=self.side.report([*stores, *loads]),
-            )
         ids = list(output.num_scheduled_tokens)
         requests = self.scheduler.requests
         made = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={r: i for i, r in enumerate(ids)},
             sampled_token_ids=[[7] if requests[r].num_computed_tokens >= requests[r].num_tokens else [] for r in ids],
-            kv_connector_output=said,
+            kv_connector_output=self.said(stores, loads),
         )
         self.scheduler.update_from_output(output, made)
+
+    def said(self, stores: dict[int, str], loads: dict[int, str]) -> KVConnectorOutput | None:
+        """What the worker says of the last step's jobs; nothing where there were none, as within one process."""
+        if not stores and not loads:
+            return None
+        return KVConnectorOutput(
+            finished_recving=set(loads.values()), kv_connector_worker_meta=self.side.report([*stores, *loads])
+        )
 
     @property
     def busy(self) -> bool:

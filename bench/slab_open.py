@@ -57,14 +57,7 @@ def write_segment(path: str, shape: SegmentShape, first: int, count: int) -> Non
     keys = [bytes(16) + (first + i).to_bytes(32, "big") + bytes(4) for i in range(count)]
     now_us = int(time.time() * 1e6)
     fields = [
-        {
-            "sequence": first + i + 1,
-            "time_us": now_us - i,
-            "name": key_name(key),
-            "header_checksum": first + i + 1,
-            "length": shape.cell_bytes,
-            "place": shape.place(i),
-        }
+        fmt.Fields(first + i + 1, now_us - i, key_name(key), first + i + 1, shape.cell_bytes, shape.place(i))
         for i, key in enumerate(keys)
     ]
     with open(index_path, "wb") as file:

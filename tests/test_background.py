@@ -44,6 +44,7 @@ def test_where_the_system_forbids_it_the_thread_works_all_the_same(monkeypatch: 
     assert seen.get(timeout=60) == "ran"
 
 
+@pytest.mark.fault("B187")
 def test_a_runner_its_threads_and_its_io_process_stand_behind_the_engine(tmp_path: Path) -> None:
     region = HostRegion.create(RegionLayout(4, 1, ((4096,),)))
     spec = StoreSpec("orlop.stores.files:FilesStore", {"path": str(tmp_path), "max_bytes": 1 << 30})

@@ -54,6 +54,8 @@ log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 60.0
 """How long the parts of one engine wait for each other at start."""
 TIER_START_TIMEOUT_S = 10.0
+MEMORY_START_TIMEOUT_S = 2.0
+"""How long a start waits for host memory: enough for some GiB. An engine without any would store nothing at first."""
 HELD = {"store_chunks", "store_bytes", "store_limit_bytes"}
 """What a store says of itself that the start line tells."""
 COUNT_TIMEOUT_S = 1.0
@@ -305,6 +307,7 @@ class OffloadingConnector:
         entries: list[TierEntry] = []
         try:
             self._require_own_region(region.layout)
+            region.wait_filled(MEMORY_START_TIMEOUT_S)  # what is not there yet comes while the engine runs
             fingerprint = Fingerprint.of(spec, region.layout)
             for index, tier in enumerate(self._persistent_tiers()):
                 entries.append(self._open_tier(index, tier, region, fingerprint))

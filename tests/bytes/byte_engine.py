@@ -98,6 +98,7 @@ class Engine:
                 worker.shutdown()
             raise
         assert self.connector._region is not None
+        assert self.connector._region.wait_filled(60)  # a busy machine must not decide what is stored
         half = self.connector._scheduler
         self.device.geometry = half.geometry
         self.device.attach(self.workers, self.connector._region)

@@ -132,7 +132,7 @@ def test_verify_counts_by_reason_and_repair_removes_what_is_bad_and_nothing_else
     assert (exit_code, said["removed"]) == (0, 6)
     assert orlop("verify", tier, "--json")[:2] == (
         0,
-        {"path": str(tier), "chunks": {"ok": 26, "version": 1}, "removed": 0, "interrupted": False},
+        {"path": str(tier), "chunks": {"ok": 26, "version": 1}, "removed": 0, "interrupted": False, "flaws": {}},
     )
     assert not other.exists()
     assert paths[5].exists()

@@ -146,6 +146,25 @@ def test_only_filled_slots_are_usable(monkeypatch: pytest.MonkeyPatch, caplog: p
     region.close()
 
 
+@pytest.mark.fault("B191")
+def test_nobody_waits_while_memory_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_fill = threading.Event()
+    advise = region_module._advise
+
+    def wait_and_advise(memory: np.ndarray, advice: int) -> bool:
+        may_fill.wait(WAIT_S)
+        return advise(memory, advice)
+
+    monkeypatch.setattr(region_module, "_advise", wait_and_advise)
+    region = HostRegion.create(LAYOUT)
+    assert region.usable_slots == 0
+    assert not region.wait_filled(0.0)
+    may_fill.set()
+    assert region.wait_filled(WAIT_S)
+    assert region.usable_slots == LAYOUT.slots
+    region.close()
+
+
 @pytest.mark.fault("B202")
 def test_a_plain_region_has_no_name_in_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -404,11 +423,12 @@ def test_one_rank_waits_for_nobody(name: str) -> None:
     region.close()
 
 
+@pytest.mark.fault("B160")
 def test_ranks_of_real_processes_agree_on_one_layout(name: str, children: list[subprocess.Popen[str]]) -> None:
     code = (
         "rank = int(sys.argv[2])\n"
         "r = HostRegion.join(sys.argv[1], rank, (4096 * (rank + 1), 100), 30)\n"
-        "r.slots[rank] = rank; print(r.layout.page_bytes, flush=True)"
+        "r.slots[rank] = rank; print(r.layout, flush=True)"
     )
     children += [start(code, name, str(rank)) for rank in (2, 1)]
     with ThreadPoolExecutor(1) as pool:
@@ -416,7 +436,7 @@ def test_ranks_of_real_processes_agree_on_one_layout(name: str, children: list[s
         region = HostRegion.gather(name, 3, (4096, 100), decide, WAIT_S)
         assert region.layout.page_bytes == ((4096, 100), (8192, 100), (12288, 100))
         for child in children:
-            assert child.communicate(timeout=WAIT_S)[0] == f"{region.layout.page_bytes}\n"
+            assert child.communicate(timeout=WAIT_S)[0] == f"{region.layout}\n"
         assert scheduler.result(timeout=WAIT_S).slots[:, 0].tolist() == [0, 1, 2, 0]
         scheduler.result().close()
     region.close()

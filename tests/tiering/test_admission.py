@@ -12,6 +12,7 @@ from orlop.tiering.admission import StoreAfter
 
 
 @given(n=st.integers(1, 4), batches=st.lists(st.lists(st.integers(0, 9))))
+@pytest.mark.fault("B192")
 def test_with_room_enough_a_key_is_admitted_from_its_nth_offer_on(n: int, batches: list[list[int]]) -> None:
     admission, offers = StoreAfter(n, capacity=10), Counter[int]()
     for batch in batches:

@@ -330,15 +330,30 @@ def test_other_weights_of_the_same_name_are_told_apart(make_config: Callable[...
 
 
 @pytest.mark.fault("B036")
-def test_hashes_that_differ_in_every_process_turn_tiers_off(
+@pytest.mark.fault("B215")
+@pytest.mark.parametrize("seed", [None, "7"])
+@pytest.mark.parametrize("name", ["xxhash", "xxhash_cbor"])
+def test_weak_hashes_turn_tiers_off(
+    make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, seed: str | None
+) -> None:
+    if seed is None:
+        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    else:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    assert "--prefix-caching-hash-algo sha256" in str(said_of(make_config(prefix_caching_hash_algo=name))[1])
+
+
+def test_the_seed_of_the_first_hash_is_told_apart_and_not_told(
     make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    assert "set PYTHONHASHSEED" in str(said_of(make_config(prefix_caching_hash_algo="xxhash"))[1])
-    monkeypatch.setenv("PYTHONHASHSEED", "7")
-    said, trouble = said_of(make_config(prefix_caching_hash_algo="xxhash"))
-    assert trouble is None
-    assert said["hash"]["seed"] not in (None, "7")
+    seeds = set()
+    for seed in ("7", "8"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        said, trouble = said_of(make_config(prefix_caching_hash_algo="sha256_cbor"))
+        assert trouble is None
+        seeds.add(said["hash"]["seed"])
+    assert len(seeds) == 2
+    assert not {None, "7", "8"} & seeds
 
 
 def test_weights_that_nothing_tells_apart_turn_tiers_off(make_config: Callable[..., Any]) -> None:

@@ -181,7 +181,8 @@ def doctor(
 
 
 store = typer.Typer(
-    help="Look into a tier's directory, verify it, clear it.\n\nEngines may go on using it meanwhile.",
+    help="Look into a tier's directory, verify it, clear it.\n\nEngines may go on using it meanwhile; in a slab their "
+    "own lanes are read and never changed.",
     rich_markup_mode=None,
 )
 app.add_typer(store, name="store", no_args_is_help=True)
@@ -216,6 +217,17 @@ def verify(
 
 
 @store.command()
+def gc(path: StorePath, as_json: AsJson = False) -> None:
+    """Give space of a slab back that holds no chunk.
+
+    Halves of segments that a crash left, and segments whose chunks are all gone; only of lanes that no engine has.
+    """
+    from orlop.cli.store import run_gc
+
+    raise typer.Exit(run_gc(path, as_json))
+
+
+@store.command()
 def clear(
     path: StorePath,
     namespace: Annotated[
@@ -227,7 +239,8 @@ def clear(
 ) -> None:
     """Remove stored chunks, after a question.
 
-    Beside a running engine too: it computes what it does not find.
+    Beside a running engine too: it computes what it does not find. Of a slab, what lies in the lane of a running engine
+    stays, and is said.
     """
     from orlop.cli.store import run_clear
 

@@ -1,19 +1,20 @@
-"""``orlop store inspect | verify | clear``: a tier's directory, looked at and swept from outside.
+"""``orlop store inspect | verify | gc | clear``: a tier's directory, looked at and swept from outside.
 
 In: the directory's path, options. Out: tables or JSON on standard output, progress on standard error, an exit code: 1
 where chunks do not verify (and were not removed). Never: a change that an engine beside it could notice as more than a
-chunk that was evicted.
+chunk that was evicted; in a slab, no change at all of the lane that an engine has.
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from orlop.cli.stored import KEPT, NamespaceReport, Stored, open_folder
 from orlop.core import DIGEST_BYTES
 from orlop.errors import ConfigError
 from orlop.host.limits import legible_bytes
+from orlop.stores.disk.folder import DiskFolder
 from orlop.tiering.base import StoredChunk
 
 WELL, DAMAGED = 0, 1
@@ -116,22 +118,23 @@ def _ago(age_s: float | None) -> str:
 def run_verify(path: Path, repair: bool, as_json: bool) -> int:
     """Read every chunk to its last byte; with ``repair``, remove what does not verify."""
     stored = Stored(open_folder(path))
-    counts: Counter[str] = Counter()
-    bad: list[bytes] = []
+    seen: Counter[str] = Counter()
+    removed, trouble = 0, Trouble()
     with stop_signals() as must_stop, _progress("verifying", stored.namespaces.values()) as tell:
         for chunk in stored.folder.scan():
             if must_stop():
                 break
             verdict = stored.verdict(chunk.key)
-            counts[verdict or "ok"] += 1
-            if verdict is not None and verdict not in KEPT:
-                bad.append(chunk.key)
+            seen[verdict or "ok"] += 1
+            if repair and verdict is not None and verdict not in KEPT:
+                removed += _remove(stored, [chunk.key], trouble)
             tell(chunk.nbytes)
         interrupted = must_stop()
-    removed, trouble = _remove(stored, bad if repair else [])
-    _say_verified(stored, counts, removed, as_json, interrupted, len(bad))
-    _say_trouble(trouble)
-    return STOPPED if interrupted else DAMAGED if len(bad) > removed else WELL
+    _settle(stored, trouble)
+    num_bad = sum(count for verdict, count in seen.items() if verdict != "ok" and verdict not in KEPT)
+    _say_verified(stored, seen, removed, as_json, interrupted, num_bad)
+    trouble.say()
+    return STOPPED if interrupted else DAMAGED if num_bad > removed else WELL
 
 
 def _say_verified(
@@ -139,7 +142,7 @@ def _say_verified(
 ) -> None:
     if as_json:
         said = {"path": str(stored.folder.path), "chunks": dict(counts), "removed": removed, "interrupted": interrupted}
-        print(json.dumps(said))
+        print(json.dumps(said | {"flaws": dict(stored.folder.flaws())}))
         return
     console = Console(markup=False)
     for reason, count in sorted(counts.items(), key=lambda item: (item[0] != "ok", item[0])):
@@ -150,8 +153,33 @@ def _say_verified(
         console.print(f"removed {removed:,} that did not verify")
     elif num_bad:
         console.print(f"{num_bad:,} do not verify: none of them is ever served; --repair removes them", soft_wrap=True)
+    for flaw, count in sorted(stored.folder.flaws().items()):
+        console.print(f"{count:>10,}  {flaw}: left out of the index, a miss", highlight=False)
     if interrupted:
         console.print("stopped before the end")
+
+
+# --- gc -------------------------------------------------------------------------------------------------------
+
+
+def run_gc(path: Path, as_json: bool) -> int:
+    """Give space back that holds no chunk."""
+    folder = open_folder(path)
+    if not isinstance(folder, DiskFolder):
+        raise ConfigError(
+            f"{path}: found a {folder.kind} store, expected a disk store; the engines of this one collect"
+        )
+    busy = folder.engines()
+    try:
+        freed = folder.collect()
+    except OSError as error:
+        raise ConfigError(f"{path}: found it not to be written to ({error.strerror}); run as its owner") from error
+    if as_json:
+        print(json.dumps({"path": str(path), "freed_bytes": freed, "engines": busy}))
+    else:
+        left = f"; {busy} lanes that engines have were left alone" if busy else ""
+        print(f"freed {legible_bytes(freed)}{left}")
+    return WELL
 
 
 # --- clear ----------------------------------------------------------------------------------------------------
@@ -168,18 +196,20 @@ def run_clear(path: Path, prefixes: Sequence[str], everything: bool, yes: bool, 
         _ask(stored, chosen)
     digests = {report.digest for report in chosen}
     chunks = (c for c in stored.folder.scan() if c.key[:DIGEST_BYTES].hex() in digests)
+    trouble = Trouble()
     with stop_signals() as must_stop, _progress("removing", chosen) as tell:
         keys = _told(itertools.takewhile(lambda _: not must_stop(), chunks), tell)
-        removed, trouble = _remove(stored, keys)
+        removed = _remove(stored, keys, trouble)
         interrupted = must_stop()
-    if not (trouble or interrupted):
+    _settle(stored, trouble)
+    if not (trouble.chunks or interrupted):
         _forget_descriptions(stored, digests)
     if as_json:
         print(json.dumps({"path": str(path), "removed": removed, "interrupted": interrupted}))
     else:
         print(f"removed {removed:,} chunks" + ("; stopped before the end" if interrupted else ""))
-    _say_trouble(trouble)
-    return STOPPED if interrupted else DAMAGED if trouble else WELL
+    trouble.say()
+    return STOPPED if interrupted else DAMAGED if trouble.chunks else WELL
 
 
 def _told(chunks: Iterable[StoredChunk], tell: Callable[[int], None]) -> Iterator[bytes]:
@@ -219,21 +249,44 @@ def _forget_descriptions(stored: Stored, digests: set[str]) -> None:
 # --- both -----------------------------------------------------------------------------------------------------
 
 
-def _remove(stored: Stored, keys: Iterable[bytes]) -> tuple[int, list[str]]:
-    """How many are gone, and why the others stay."""
-    removed, trouble = 0, []
+@dataclass(slots=True)
+class Trouble:
+    """Chunks that could not be removed, and why the first of them."""
+
+    chunks: int = 0
+    why: OSError | None = None
+
+    def hear(self, error: OSError) -> None:
+        self.chunks += 1
+        self.why = self.why or error
+
+    def say(self) -> None:
+        if self.why is None:
+            return
+        what = f"{self.chunks:,} chunks could not be removed ({self.why.strerror or self.why})"
+        is_busy = self.why.errno == errno.EBUSY
+        advice = (
+            "end that engine first: no tool writes to its lane" if is_busy else "check the directory's owner and mount"
+        )
+        print(f"orlop: {what}; {advice}", file=sys.stderr)
+
+
+def _remove(stored: Stored, keys: Iterable[bytes], trouble: Trouble) -> int:
+    """How many are gone."""
+    removed = 0
     for key in keys:
         try:
             removed += stored.folder.remove(key)
         except OSError as error:
-            trouble.append(error.strerror or str(error))
-    return removed, trouble
+            trouble.hear(error)
+    return removed
 
 
-def _say_trouble(trouble: Sequence[str]) -> None:
-    if trouble:
-        what = f"{len(trouble):,} chunks could not be removed ({trouble[0]})"
-        print(f"orlop: {what}; check the directory's owner and mount", file=sys.stderr)
+def _settle(stored: Stored, trouble: Trouble) -> None:
+    try:
+        stored.folder.settle()
+    except OSError as error:
+        trouble.hear(error)
 
 
 @contextmanager

@@ -55,6 +55,7 @@ _POPULATE_BYTES = 64 << 20
 _TOUCH_BYTES = 16 << 20
 
 _RETRY_S = 0.02
+_FILL_POLL_S = 0.001
 
 Decide = Callable[[tuple[tuple[int, ...], ...]], RegionLayout]
 """From the page sizes ``[rank][group]`` in bytes to the layout of the region."""
@@ -206,6 +207,7 @@ class HostRegion:
     def __init__(self, fd: int, layout: RegionLayout) -> None:
         sections = _Sections.of(layout)
         self.layout = layout
+        self._slot_bytes = layout.slot_bytes  # recounted from all ranks and groups at each look
         self._fd = fd
         self._listener: Listener | None = None
         self._server: threading.Thread | None = None
@@ -224,10 +226,19 @@ class HostRegion:
         """How many slots from the start have their pages; a plain memory read that only grows."""
         return int(self._usable[0])
 
+    def wait_filled(self, timeout_s: float) -> bool:
+        """Whether, at latest after ``timeout_s``, every slot has its pages. Waits; for start-up only."""
+        deadline = time.monotonic() + timeout_s
+        while self.usable_slots < self.layout.slots:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_FILL_POLL_S)
+        return True
+
     def view(self, slot: int, nbytes: int) -> memoryview:
         """The first ``nbytes`` of a slot, writable; starts on a multiple of 4096."""
-        if not 0 <= nbytes <= self.layout.slot_bytes:
-            raise ValueError(f"found {nbytes} bytes asked of a slot, expected 0 to {self.layout.slot_bytes}")
+        if not 0 <= nbytes <= self._slot_bytes:
+            raise ValueError(f"found {nbytes} bytes asked of a slot, expected 0 to {self._slot_bytes}")
         return memoryview(self.slots[slot])[:nbytes]
 
     def fileno(self) -> int:

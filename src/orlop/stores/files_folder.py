@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -77,6 +78,13 @@ class FilesFolder:
         except FileNotFoundError:
             return False
         return True
+
+    def settle(self) -> None:
+        """Nothing to do: a removal that a power cut undoes brings back a chunk as it was."""
+
+    def flaws(self) -> Counter[str]:
+        """Nothing: what is wrong here is wrong with a chunk."""
+        return Counter()
 
     def engines(self) -> int:
         """How many writers have the directory open now; those on other hosts count where the locks reach there."""

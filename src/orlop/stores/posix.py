@@ -62,15 +62,20 @@ def move_all(
 ) -> None:
     """One vectored call for all, and more where it moved less (2 GiB is the kernel's most)."""
     left = list(buffers)
-    while left:
+    missing = sum(map(len, left))
+    while missing:
         moved = move(fd, left, offset)
         if moved == 0:
             raise EOFError
         offset += moved
-        while left and moved >= len(left[0]):
-            moved -= len(left.pop(0))
-        if moved:
-            left[0] = left[0][moved:]
+        missing -= moved
+        if not missing:
+            return
+        done = 0
+        while moved >= len(left[done]):
+            moved -= len(left[done])
+            done += 1
+        left[: done + 1] = [left[done][moved:]]
 
 
 def in_the_way(path: Path) -> Path:

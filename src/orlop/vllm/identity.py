@@ -20,8 +20,9 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, iter_layer_specs
 from orlop.errors import ConfigError
 from orlop.tiering.namespace import weights_identity
 
-UNSAFE_HASHES = ("xxhash", "xxhash_cbor")
-"""Of these vLLM draws the first block's seed anew in every process, unless PYTHONHASHSEED says it."""
+WEAK_HASHES = ("xxhash", "xxhash_cbor")
+"""Not cryptographic: a prompt can be made up whose blocks have the hashes of another's. Nothing that is kept for others
+may go by them."""
 TEXT_ONLY = ("_name_or_path", "transformers_version", "architectures_path")
 """Of a model's config: what says nothing about its KV, and may differ between hosts."""
 
@@ -113,10 +114,11 @@ def _model_directory(model: str, revision: str | None) -> str | None:
 
 
 def _hash_seed(name: str) -> tuple[str | None, str | None]:
-    """A digest of what the first block's hash starts from, or why other processes start from something else."""
-    if name in UNSAFE_HASHES and os.environ.get("PYTHONHASHSEED") is None:
+    """A digest of what the first block's hash starts from, or why nothing may be kept under such hashes."""
+    if name in WEAK_HASHES:
         return None, (
-            f"block hashes of {name} differ in every process; set PYTHONHASHSEED, or the prefix caching hash to sha256"
+            f"block hashes of {name} are not cryptographic, so a prompt can be made up that gets another's chunks; "
+            "start vLLM with --prefix-caching-hash-algo sha256"
         )
     from vllm.utils.hashing import get_hash_fn_by_name
 

@@ -85,7 +85,7 @@ class File:
     def _move_part(
         self, move: Callable[[int, list[memoryview], int], int], buffers: Sequence[memoryview], offset: int
     ) -> None:
-        if not (self._device.direct and self._direct_fd >= 0 and offset % PAGE_BYTES == 0 and aligned(*buffers)):
+        if not (self._device.direct and self._direct_fd >= 0 and offset % PAGE_BYTES == 0 and _look_aligned(buffers)):
             move_all(move, self._fd, buffers, offset)
             return
         try:
@@ -94,7 +94,8 @@ class File:
             if error.errno not in NO_DIRECT_IO:
                 raise
             move_all(move, self._fd, buffers, offset)
-            self._device.fall_back(error)
+            if aligned(*buffers):
+                self._device.fall_back(error)
 
 
 class Device:
@@ -180,6 +181,11 @@ def try_direct_io(path: str) -> OSError | None:
         with suppress(OSError):
             os.unlink(path)
     return None if page == back else OSError(errno.EIO, "the bytes that were written did not come back")
+
+
+def _look_aligned(buffers: Sequence[memoryview]) -> bool:
+    """Whether direct I/O is worth a try: all lengths and the first address. The kernel looks at the others."""
+    return aligned(*buffers[:1]) and not any(len(buffer) % PAGE_BYTES for buffer in buffers)
 
 
 def _open(path: str) -> tuple[int, bool]:

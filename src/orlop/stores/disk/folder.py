@@ -1,7 +1,7 @@
 """The directory of the slab, for tools beside it: what lies where, whether it is well, what may be removed.
 
-In: a path. Out: chunks with key, size and age, the bytes of one, who has a lane. Never: a lane taken for longer than
-one removal, a change in a lane that an engine has.
+In: a path. Out: chunks with key, size and age, the bytes of one, who has a lane, what is wrong with the index. Never: a
+lane taken for longer than one call, a change in a lane that an engine has.
 
 An engine that runs may fill a cell again while a tool reads it. It zeroes the record of a cell before it fills it, and
 each record has a number of its own; so what lies between two looks at one and the same record is that chunk, and
@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ import numpy as np
 
 from orlop.stores.disk import format as fmt
 from orlop.stores.disk.device import Device, File
-from orlop.stores.disk.format import RECORD, RECORD_BYTES, RECORDS_OFFSET, ForeignVersion, SegmentShape
+from orlop.stores.disk.format import RECORD, RECORD_BYTES, RECORDS_OFFSET, Flaw, ForeignVersion, SegmentShape
 from orlop.stores.disk.lanes import LANE_FILE, directory_lock, hold_idle, is_held, lane_numbers
 from orlop.stores.disk.recovery import read_bytes, read_records, recover, segment_numbers, segment_paths
 from orlop.tiering.base import StoredChunk
@@ -39,6 +40,9 @@ class DiskFolder:
         self._device = Device(False, lambda error: None)
         self._places = KeyIndex()
         self._segments: list[tuple[int, SegmentShape]] = []
+        self._flaws: list[Flaw] = []
+        self._unsynced: set[str] = set()
+        """Index files with zeroed records that may not be on the disk yet."""
 
     @classmethod
     def lies_in(cls, path: Path) -> bool:
@@ -48,11 +52,15 @@ class DiskFolder:
     def scan(self, now: float | None = None) -> Iterator[StoredChunk]:
         """All chunks of all lanes. ``now``: wall-clock seconds; ``nbytes`` are those of the cell."""
         now_us = int((now or time.time()) * 1e6)
-        self._segments = []
+        self._segments, self._flaws = [], []
         for lane in lane_numbers(self._root):
             for number in segment_numbers(self._device.names(f"{self._root}/{lane}")):
                 with suppress(OSError, EOFError):  # it has gone meanwhile
                     yield from self._scan_segment(lane, number, now_us)
+
+    def flaws(self) -> Counter[str]:
+        """What the last ``scan`` left out, by the names of the counters: no chunk to serve."""
+        return Counter(f"damaged_{flaw}" for flaw in self._flaws)
 
     def read(self, key: bytes) -> bytearray:
         """Header and payload of a chunk. ``OSError`` where it has gone or cannot be read."""
@@ -74,13 +82,19 @@ class DiskFolder:
             return False
         with directory_lock(self._root), hold_idle(self._root, lane) as held:
             if not held:
-                raise OSError(errno.EBUSY, f"an engine has lane {lane}: it removes by itself what does not verify")
+                raise OSError(errno.EBUSY, f"an engine has lane {lane}", str(self.path))
             index = self._device.open(segment_paths(f"{self._root}/{lane}", shape.number)[1])
             if fmt.key_of(np.frombuffer(self._record(index, cell), RECORD)[0]) != key:
                 return False
             index.write([memoryview(bytes(RECORD_BYTES))], RECORDS_OFFSET + cell * RECORD_BYTES)
-            index.sync()
+            self._unsynced.add(index.path)
         return True
+
+    def settle(self) -> None:
+        """What was removed stays removed after a power cut too. ``OSError``."""
+        while self._unsynced:
+            with suppress(FileNotFoundError):
+                self._device.open(self._unsynced.pop()).sync()
 
     def engines(self) -> int:
         """How many engines have a lane now."""
@@ -88,7 +102,10 @@ class DiskFolder:
             return sum(is_held(self._root, lane) for lane in lane_numbers(self._root))
 
     def collect(self) -> int:
-        """Remove halves of segments, and segments that hold no chunk, from lanes that no engine has; bytes freed."""
+        """Remove halves of segments, and segments that hold no chunk, from lanes that no engine has; bytes freed.
+
+        ``OSError``: not allowed here; what is left does no harm.
+        """
         before = self._device.used_bytes(self._root)
         with directory_lock(self._root):
             for lane in lane_numbers(self._root):
@@ -109,12 +126,13 @@ class DiskFolder:
         except ForeignVersion:
             return
         if shape is None or shape.number != number:
+            self._flaws.append(Flaw.SEGMENT)
             return
         base = len(self._segments) << fmt.PLACE_BITS
         self._segments.append((lane, shape))
         recency = read_bytes(index, shape.recency_offset, 8 * shape.extents)
         last_use = np.frombuffer(recency[: len(recency) // 8 * 8], "<u8")
-        for first, records, kept in read_records(index, shape, []):
+        for first, records, kept in read_records(index, shape, self._flaws):
             for i in kept.tolist():
                 key, extent = fmt.key_of(records[i]), (first + i) // shape.extent_cells
                 used_us = int(records[i]["time_us"])

@@ -6,10 +6,10 @@ In: fields. Out: bytes. And back, with a verdict. Never: a file, a decision abou
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -167,17 +167,26 @@ def _unseal(page: bytes | memoryview, magic: bytes) -> tuple[bytes | None, int]:
 # --- records ------------------------------------------------------------------------------------------------
 
 
-def pack_records(fields: Sequence[dict[str, Any]], keys: Sequence[bytes]) -> bytes:
-    """Records, one after the other; ``fields`` by the names of ``RECORD`` but for key and checksum."""
-    out = bytearray()
+def pack_records(fields: Iterable[Fields], keys: Sequence[bytes]) -> bytes:
+    """Records, one after the other."""
+    out = []
     for field, key in zip(fields, keys, strict=True):
-        body = _RECORD_BODY.pack(*(field[name] for name in _FIELDS), len(key), key)
-        out += checksum(body).to_bytes(8, "little")
-        out += body
-    return bytes(out)
+        body = _RECORD_BODY.pack(*field, len(key), key)
+        out += [checksum(body).to_bytes(8, "little"), body]
+    return b"".join(out)
 
 
-_FIELDS = ("sequence", "time_us", "name", "header_checksum", "length", "place")
+class Fields(NamedTuple):
+    """Those of ``RECORD`` between checksum and key, in their order."""
+
+    sequence: int
+    time_us: int
+    name: int
+    header_checksum: int
+    length: int
+    place: int
+
+
 _RECORD_BODY = struct.Struct(f"<6QH{MAX_KEY_BYTES}s")
 
 

@@ -20,8 +20,10 @@ holes is free at once. So the free space of a slab always comes in whole extents
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -88,8 +90,7 @@ class Victim:
     names: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Where a chunk lies."""
 
     place: int
@@ -292,31 +293,28 @@ class Slab:
 
     def pin(self, chunks: Sequence[Chunk]) -> None:
         """Nothing of these leaves until ``unpin``."""
-        for chunk in chunks:
-            extent = chunk.extent
-            self._pins[extent] += 1
-            if self._pins[extent] == 1 and self._state[extent] == CLOSED:
+        for extent, count in Counter([chunk.extent for chunk in chunks]).items():
+            self._pins[extent] += count
+            if self._pins[extent] == count and self._state[extent] == CLOSED:
                 self._policy.withdraw([extent])
                 self._offered -= 1
 
     def unpin(self, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            extent = chunk.extent
-            self._pins[extent] -= 1
+        for extent, count in Counter([chunk.extent for chunk in chunks]).items():
+            self._pins[extent] -= count
             if self._pins[extent] == 0 and self._state[extent] == CLOSED:
                 self._offer(extent)
 
     def touch(self, chunks: Sequence[Chunk], now_us: int) -> None:
         """Of use now, the first of them last: it begins the prefix that the others extend."""
-        extents = list(dict.fromkeys(chunk.extent for chunk in chunks))
+        extents = {chunk.extent: chunk.segment for chunk in chunks}
         if not extents:
             return
-        self._policy.touch(np.array(extents, np.int64))
+        self._policy.touch(np.array(list(extents), np.int64))
         newest = self.next_us(now_us, len(extents))
-        for i, extent in enumerate(extents):
+        for i, (extent, segment) in enumerate(extents.items()):
             self._last_use_us[extent] = newest - i
-        for chunk in chunks:
-            chunk.segment.recency_changed = True
+            segment.recency_changed = True
 
     def next_us(self, now_us: int, count: int = 1) -> int:
         """The last of ``count`` times, each larger than any before."""

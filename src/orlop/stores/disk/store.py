@@ -395,14 +395,7 @@ class DiskStore(ChunkStore):
             room.next_sequence += len(run)
             newest_us = room.slab.next_us(self._now_us(), len(run))
         fields = [
-            {
-                "sequence": sequence + i,
-                "time_us": newest_us - i,
-                "name": item.name,
-                "header_checksum": item.header_checksum,
-                "length": item.nbytes,
-                "place": chunk.place,
-            }
+            fmt.Fields(sequence + i, newest_us - i, item.name, item.header_checksum, item.nbytes, chunk.place)
             for i, (item, chunk) in enumerate(run)
         ]
         return fmt.pack_records(fields, [item.key for item, _ in run])

@@ -1,0 +1,214 @@
+"""What a connector costs vLLM's Scheduler while 256 requests of 8k tokens decode: ours and vLLM's own, in turn.
+
+In: a Python environment that has vLLM 0.32 (its CPU build will do) and this package. Out: a table: time of the
+engine's thread inside all hooks of the connector together, per step, median [quartiles] in microseconds, and the
+ratio. Never: a model; a worker says of every job that it is done, and copies nothing.
+
+    python bench/vllm_hooks_vs_vllm.py [--short]
+
+Both connectors are made by vLLM from their names and called by its own Scheduler: OrlopConnector with its host region,
+clock, counters and metrics, and OffloadingConnector. Both get the same requests, the same hash objects, chunks of one
+size, host memory alone with room for everything. As with vLLM's engine in a process of its own,
+``update_connector_output`` is called in every step. A figure is CPU time, so it is not the neighbours'.
+
+The goal is that of a step in which no chunk fills. The second row is the mean over whole cycles, in which every request
+fills one chunk and the chunks are stored: all requests do it in the same steps, which is as dear as it gets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import gc
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.v1.outputs import KVConnectorOutput
+
+import orlop.vllm
+import scheduler_vs_vllm as bare
+from orlop.core import JobReport
+from orlop.vllm.connector import OrlopConnector
+from orlop.vllm.translate import Reports
+from scheduler_vs_vllm import BLOCK_TOKENS, RUNNING, EngineSizes, Peer, Rig, Row, adapter
+
+CONTEXT = 8192
+GOAL = 20
+STEP_HOOKS = (
+    *bare.HOOKS,
+    "on_new_request",
+    "get_external_cache_hit_sources",
+    "get_loaded_kv_cache_group_ids",
+    "get_kv_connector_stats",
+    "has_pending_block_frees",
+    "has_pending_push_work",
+    "take_events",
+    "request_finished_all_groups",
+)
+BLOCK_BYTES = 2 * BLOCK_TOKENS * 16 * 4
+"""Of the engine that ``vllm_adapter`` imitates: keys and values of one head of 16 float32."""
+
+
+class Theirs(Peer):
+    """vLLM's OffloadingConnector with chunks of more than one block."""
+
+    def __init__(self, blocks_per_chunk: int) -> None:
+        self._blocks_per_chunk = blocks_per_chunk
+
+    def scheduler(self, sizes: EngineSizes, slots: int, folder: Path) -> Any:
+        transfer = KVTransferConfig(
+            kv_connector="OffloadingConnector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            engine_id=str(folder),
+            kv_connector_extra_config={
+                "cpu_bytes_to_use": slots * self._blocks_per_chunk * BLOCK_BYTES * 2,
+                "blocks_per_chunk": self._blocks_per_chunk,
+                "offload_prompt_only": False,
+            },
+        )
+        return adapter.make_scheduler(adapter.make_vllm_config(sizes, folder, transfer), sizes)
+
+    def chunks_stored(self, message: Any) -> int:
+        return super().chunks_stored(message) // self._blocks_per_chunk
+
+
+class Adapter:
+    """OrlopConnector as vLLM makes it; its worker has KV tensors, makes the host region, and does nothing else."""
+
+    name = "Orlop"
+
+    def __init__(self, blocks_per_chunk: int) -> None:
+        self._blocks_per_chunk = blocks_per_chunk
+
+    def scheduler(self, sizes: EngineSizes, slots: int, folder: Path) -> Any:
+        orlop.vllm.register()
+        transfer = KVTransferConfig(
+            kv_connector="OrlopConnector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            engine_id=folder.name,
+            kv_connector_extra_config={
+                "host": slots * max(4096, self._blocks_per_chunk * BLOCK_BYTES),
+                "blocks_per_chunk": self._blocks_per_chunk,
+            },
+        )
+        config = adapter.make_vllm_config(sizes, folder, transfer)
+        worker = OrlopConnector(config, KVConnectorRole.WORKER, adapter.make_kv_cache_config(sizes))
+        worker.register_kv_caches({"full": torch.zeros(sizes.blocks, 1, BLOCK_TOKENS, 32)})
+        atexit.register(worker.shutdown)
+        made = adapter.make_scheduler(config, sizes)
+        atexit.register(made.connector.shutdown)
+        return made
+
+    def jobs(self, message: Any) -> tuple[dict[int, str], dict[int, str]]:
+        """Ids and requests of the stores and the loads of a step message."""
+        said = message.message
+        return {j.job_id: j.req_id for j in said.store_jobs}, {j.job_id: j.req_id for j in said.load_jobs}
+
+    def chunks_stored(self, message: Any) -> int:
+        blocks = sum(len(part.slots) for job in message.message.store_jobs for part in job.transfers)
+        return blocks // self._blocks_per_chunk
+
+    def report(self, job_ids: Iterable[int]) -> Any:
+        return Reports(tuple(JobReport(i, 0, ok=True) for i in job_ids))
+
+
+class EveryStep(Rig):
+    """A worker in a process of its own speaks in every step."""
+
+    def said(self, stores: dict[int, str], loads: dict[int, str]) -> KVConnectorOutput:
+        return super().said(stores, loads) or KVConnectorOutput()
+
+    @property
+    def spent_us(self) -> float:
+        """Inside all hooks of the last step."""
+        return sum(sum(calls) for calls in self.took_us.values())
+
+
+def decode(blocks_per_chunk: int, cycles: int) -> list[Row]:
+    """Each cycle is as many steps as a chunk has tokens; every request fills one chunk in it."""
+    chunk_tokens = blocks_per_chunk * BLOCK_TOKENS
+    output_tokens = (cycles + 2) * chunk_tokens + 64
+    blocks = RUNNING * ((CONTEXT + output_tokens) // BLOCK_TOKENS + 1)
+    sizes = EngineSizes(
+        blocks=blocks + 1,
+        running=RUNNING,
+        step_tokens=RUNNING * CONTEXT + 1,
+        model_tokens=CONTEXT + output_tokens + BLOCK_TOKENS,
+    )
+    rigs = [
+        start(side, sizes, blocks // blocks_per_chunk + 64)
+        for side in (Theirs(blocks_per_chunk), Adapter(blocks_per_chunk))
+    ]
+    prompts = [bare.fresh_hashes(CONTEXT) for _ in range(RUNNING)]
+    for rig in rigs:
+        settle(rig, prompts, output_tokens)
+    bare.settle_garbage()
+    label = f"chunks of {chunk_tokens} tokens"
+    quiet = Row(f"all hooks, a step in which no chunk fills, {label}", f">= {GOAL}x")
+    mean = Row(f"all hooks, mean per step of a cycle in which all fill one, {label}", "none of its own")
+    for _ in range(cycles):
+        for rig in rigs:
+            one_cycle(rig, chunk_tokens, quiet, mean)
+    return [quiet, mean]
+
+
+def start(side: Any, sizes: EngineSizes, slots: int) -> EveryStep:
+    folder = Path(tempfile.mkdtemp(prefix="orlop-bench-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return EveryStep(side, side.scheduler(sizes, slots, folder), hooks=STEP_HOOKS)
+
+
+def settle(rig: EveryStep, prompts: list[list[bytes]], output_tokens: int) -> None:
+    """All requests run, and what their prompts fill is stored."""
+    for hashes in prompts:
+        rig.add(hashes, CONTEXT, output_tokens)
+    calm = stored = 0
+    while calm < 3:
+        rig.step()
+        stored += rig.side.chunks_stored(rig.message)
+        calm = 0 if rig.busy else calm + 1
+    assert len(rig.scheduler.running) == RUNNING
+    assert stored > 0, f"{rig.side.name}: nothing of the prompts was stored"
+
+
+def one_cycle(rig: EveryStep, chunk_tokens: int, quiet: Row, mean: Row) -> None:
+    spent, stored, was_busy = [], 0, rig.busy
+    for _ in range(chunk_tokens):
+        rig.step()
+        spent.append(rig.spent_us)
+        stored += rig.side.chunks_stored(rig.message)
+        if not rig.busy and not was_busy and rig.scheduler.running[0].num_computed_tokens % BLOCK_TOKENS > 1:
+            quiet.samples[rig.side.name].append(spent[-1])
+        was_busy = rig.busy
+    assert stored == RUNNING, f"{rig.side.name}: stored {stored} chunks, expected {RUNNING}"
+    mean.samples[rig.side.name].append(statistics.mean(spent))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="two cycles of each: about a minute")
+    cycles = 2 if parser.parse_args().short else 6
+    print(f"{bare.machine()}; Python {platform.python_version()}, vLLM {vllm.__version__}")
+    print(f"{time.strftime('%Y-%m-%d')}; {RUNNING} running requests of {CONTEXT} tokens; microseconds per step\n")
+    print(f"{'':<70} {'vLLM':>26} {'Orlop':>26} {'ratio':>9}  goal")
+    for blocks_per_chunk in (1, 16):
+        for row in decode(blocks_per_chunk, cycles):
+            print(row.text(), flush=True)
+        gc.unfreeze()
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()
