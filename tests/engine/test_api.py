@@ -282,6 +282,14 @@ def test_a_stream_ends_whoever_steps_the_engine_between_its_pieces(between):
         assert not llm.has_work()
 
 
+def test_a_stream_that_nobody_began_leaves_nothing_queued():
+    with LLM(EngineConfig(num_blocks=64)) as llm:
+        stream = llm.stream(PROMPTS, 6)
+        assert llm.has_work()
+        stream.close()
+        assert not llm.scheduler.has_unfinished
+
+
 def test_after_shutdown_nothing_steps_and_a_stream_has_ended():
     llm = offloading()
     for number, _ in enumerate(llm.stream(PROMPTS, 12)):

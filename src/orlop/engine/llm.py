@@ -303,12 +303,15 @@ class LLM:
         Who leaves the iterator early aborts what is left. A request that somebody aborts has no last piece.
         """
         ids = self._add_all(prompts, params)
-        return self._pieces({seq.request_id: seq for seq in self.scheduler.waiting if seq.request_id in ids})
+        pieces = self._pieces({seq.request_id: seq for seq in self.scheduler.waiting if seq.request_id in ids})
+        next(pieces)
+        return pieces
 
     def _pieces(self, sequences: dict[str, Sequence]) -> Iterator[Piece]:
         texts = {request_id: self.text.pieces() for request_id in sequences}
         told = dict.fromkeys(sequences, 0)
         try:
+            yield Piece("", (), "")  # nobody's: from here on it cleans up, also where no piece is ever taken
             while sequences:
                 ended = {result.request_id: result for result in self._unclaimed + self._step()}
                 self._unclaimed = [result for request_id, result in ended.items() if request_id not in sequences]
