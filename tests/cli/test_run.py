@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import shutil
 import signal
@@ -108,7 +109,7 @@ def test_the_table_has_a_column_per_run(trace, tmp_path, scheduling):
         (["--trace", "{dir}/missing"], "--trace {dir}/missing: cannot be read: No such file or directory; give a file"),
         (["--trace", "{dir}/broken"], "broken, line 1: found no JSON"),
         (["--trace", "{trace}", "--device-blocks", 5], "--device-blocks: found 5, the largest request needs"),
-        (["--trace", "{trace}", "--device-blocks", 999_999_999_999], "lower num_blocks (orlop run: --device-blocks)"),
+        (["--trace", "{trace}", "--device-blocks", 2**31 - 1], "lower num_blocks (orlop run: --device-blocks)"),
         (["--trace", "{trace}", "--config", "{dir}/missing"], "--config {dir}/missing: cannot be read: No such"),
         (["--trace", "{trace}", "--config", "{dir}/broken"], "broken: found no JSON"),
         (["--trace", "{trace}", "--config", "{dir}/typo"], "hots"),
@@ -125,6 +126,25 @@ def test_the_table_has_a_column_per_run(trace, tmp_path, scheduling):
         ([], "found neither --prompts nor --trace"),
         (["--trace", "{trace}", "--metrics-port", "{port}"], "metrics port: found {port} on 127.0.0.1 not to be had"),
         (["--trace", "{trace}", "--metrics-port", "0", "--no-offload"], "found --metrics-port and --no-offload"),
+        (
+            ["--prompts", "{dir}/ids", "--output", "{dir}/ids"],
+            "{dir}/ids: found the file that --prompts names",
+        ),
+        (["--prompts", "{dir}/ids", "--output", "{dir}/link"], "found the file that --prompts names"),
+        (["--trace", "{trace}", "--output", "{trace}"], "found the file that --trace names"),
+        (["--prompts", "{dir}/one", "--config", "{dir}/typo", "--output", "{dir}/typo"], "that --config names"),
+        (
+            ["--prompts", "{dir}/one", "--reference", "{dir}/one"],
+            "{dir}/one: found the file that --prompts names",
+        ),
+        (["--prompts", "{dir}/one", "--reference", "{dir}/ids", "--output", "{dir}/ids"], "that --output names"),
+        (["--prompts", "{dir}/one", "--output", "/dev/full"], "--output /dev/full: cannot be written: No space left"),
+        (["--prompts", "{dir}/one", "--reference", "/dev/full"], "--reference /dev/full: found neither file nor"),
+        (["--prompts", "{dir}/one", "--reference", "{long}"], "cannot be written: File name too long"),
+        (["--prompts", "{dir}/one", "--model", "{long}"], "found no directory"),
+        (["--prompts", "/dev/zero"], "line 1: found more than 67108864 bytes in a line"),
+        (["--prompts", "{dir}/many"], "many, line 1: found 9999999999 for 'max_tokens', expected a whole number from"),
+        (["--prompts", "{dir}/one", "--device-blocks", 2**31 - 1, "--block-tokens", 65_536], "num_blocks: found"),
         (["--prompts", "{dir}/missing"], "--prompts {dir}/missing: cannot be read: No such file"),
         (["--prompts", "{dir}/broken"], "broken, line 1: found no JSON"),
         (["--prompts", "{dir}/text"], "text, line 1: found the prompt 'hello', expected a list of token ids"),
@@ -138,8 +158,11 @@ def test_what_a_user_can_put_right_is_one_line_and_exit_code_2(trace, tmp_path, 
     (tmp_path / "small").write_text('{"host": 1}')
     (tmp_path / "text").write_text('"hello"')
     (tmp_path / "ids").write_text("[511, 512]")
+    (tmp_path / "one").write_text("[1, 2, 3]")
+    (tmp_path / "many").write_text('{"prompt": [1], "max_tokens": 9999999999}')
+    (tmp_path / "link").symlink_to("ids")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        names = {"dir": tmp_path, "trace": trace, "port": taken.getsockname()[1]}
+        names = {"dir": tmp_path, "trace": trace, "port": taken.getsockname()[1], "long": "x" * 5000}
         arguments = [str(a).format(**names) for a in arguments]
         monkeypatch.setattr(sys, "argv", ["orlop", "run", "--limit", "1", *arguments])
         with pytest.raises(SystemExit) as ended:
@@ -147,7 +170,10 @@ def test_what_a_user_can_put_right_is_one_line_and_exit_code_2(trace, tmp_path, 
     out, err = capsys.readouterr()
     assert ended.value.code == 2
     assert says.format(**names) in err
-    assert (out, err.count("\norlop: "), err.startswith("orlop: ")) == ("", 0, True)
+    errors = [line for line in err.splitlines() if line.startswith("orlop: ")]
+    assert (out, len(errors), "Traceback" in err) == ("", 1, False)
+    assert (tmp_path / "ids").read_text() == "[511, 512]"
+    assert (tmp_path / "one").read_text() == "[1, 2, 3]"
 
 
 @pytest.fixture
@@ -178,6 +204,62 @@ def test_metrics_are_at_the_port_while_it_runs_and_the_log_says_what_is_on(engin
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130, err
     assert "stopped" in out
+
+
+@pytest.mark.parametrize(
+    "option", ["--limit", "--threads", "--device-blocks", "--block-tokens", "--step-tokens", "--concurrency"]
+)
+def test_a_number_that_no_machine_has_is_refused_by_its_option(trace, option):
+    done = orlop("run", "--trace", trace, option, 10**20)
+    assert (done.returncode, done.stdout, "Traceback" in done.stderr) == (2, "", False)
+    assert f"Invalid value for '{option}'" in done.stderr
+
+
+def test_prompts_may_come_through_a_pipe(trace, tmp_path):
+    read, write = os.pipe()
+    with os.fdopen(write, "wb") as pipe:
+        pipe.write(b"[1, 2, 3]\n[4]\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "orlop", "run", "--prompts", "/dev/stdin", "--no-compare", "--json"],
+        stdin=read,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    os.close(read)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["with_offload"]["requests"] == 2
+
+
+@pytest.mark.parametrize("command", [["--version"], ["--help"], ["doctor"], ["doctor", "--json"]])
+def test_a_full_disk_below_standard_output_is_one_line(command):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "orlop", *command],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr == "orlop: output cannot be written: No space left on device; make room there\n"
+
+
+def test_ctrl_c_while_the_commands_are_imported_says_nothing():
+    program = (
+        "import sys, runpy\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'typer': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "runpy.run_module('orlop', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_quiet_is_quiet(trace):

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -246,3 +247,19 @@ def test_an_engine_goes_on_beside_clear_and_generates_the_same_tokens(tmp_path, 
     llm.shutdown()
     assert orlop("verify", path)[0] == 0
     assert orlop("inspect", path, "--json")[1]["engines"] == 0
+
+
+@pytest.mark.parametrize("name", ["a[/b]", "a[red]b", "ünï", os.fsdecode(b"a\xff")])
+def test_a_directory_is_shown_by_its_own_name(tier, name):
+    (tier.parent / name).parent.mkdir(exist_ok=True)
+    path = tier.rename(tier.parent / name)
+    for encoding in ("utf-8", "ascii"):
+        done = subprocess.run(
+            [sys.executable, "-m", "orlop", "store", "inspect", path],
+            capture_output=True,
+            env=os.environ | {"PYTHONIOENCODING": encoding, "COLUMNS": "200"},
+            timeout=120,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert str(path).encode(encoding, "backslashreplace") in done.stdout

@@ -184,6 +184,7 @@ def test_numbers_for_neighbouring_seeds_and_positions_are_all_different():
         {"temperature": -0.1},
         {"temperature": float("nan")},
         {"temperature": "hot"},
+        {"temperature": 10**400},
         {"top_k": -1},
         {"top_p": 0.0},
         {"top_p": 1.1},
@@ -191,6 +192,9 @@ def test_numbers_for_neighbouring_seeds_and_positions_are_all_different():
         {"seed": 2**64},
         {"stop_token_ids": ["end"]},
         {"stop_token_ids": "end"},
+        {"stop_token_ids": 5},
+        {"stop_token_ids": None},
+        {"stop_token_ids": iter([1])},
         {"ignore_eos": 1},
     ],
 )
@@ -241,3 +245,93 @@ def test_an_answer_waits_for_its_transfers_up_to_the_drain_deadline_and_the_next
     llm.generate([[1, 2]], 2)
     assert len(connector.calls) - before < 20
     assert not llm.has_work()
+
+
+# --- in the middle, and after the end ----------------------------------------------------------------------------
+
+
+def offloading(**settings):
+    return LLM(EngineConfig(num_blocks=64), offload={"host": "8MiB", "blocks_per_chunk": 2, **settings})
+
+
+PROMPTS = [[1, 2, 3] * 20, [4, 5] * 20]
+
+
+def joined(pieces):
+    said = {}
+    for piece in pieces:
+        said.setdefault(piece.request_id, []).extend(piece.tokens)
+    return [tuple(tokens) for tokens in said.values()]
+
+
+@pytest.mark.parametrize("between", ["generate", "stream", "step"])
+def test_a_stream_ends_whoever_steps_the_engine_between_its_pieces(between):
+    with LLM(EngineConfig(num_blocks=64)) as llm:
+        expected = [r.tokens for r in llm.generate(PROMPTS, 6)]
+        stream, said, results = llm.stream(PROMPTS, 6), [], []
+        for piece in stream:
+            said.append(piece)
+            results += [piece.result] if piece.result is not None else []
+            if between == "generate":
+                llm.generate([[7, 8, 9]], 3)
+            elif between == "stream":
+                list(llm.stream([[7, 8, 9]], 3))
+            else:
+                llm.step()
+        assert joined(said) == expected == [r.tokens for r in results]
+        assert not llm.has_work()
+
+
+def test_a_stream_that_nobody_began_leaves_nothing_queued():
+    with LLM(EngineConfig(num_blocks=64)) as llm:
+        stream = llm.stream(PROMPTS, 6)
+        assert llm.has_work()
+        stream.close()
+        assert not llm.scheduler.has_unfinished
+
+
+def test_after_shutdown_nothing_steps_and_a_stream_has_ended():
+    llm = offloading()
+    for number, _ in enumerate(llm.stream(PROMPTS, 12)):
+        if number == 2:
+            llm.shutdown()
+    assert llm.step() == llm.run() == []
+    llm.reset_prefix_cache()
+    assert llm.abort("request-0") is None
+    assert not llm.has_work()
+    llm.shutdown()
+
+
+def test_a_prompt_that_raises_leaves_none_of_the_others_queued(llm):
+    class Raises(list):
+        def __iter__(self):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        llm.generate([[1, 2, 3], Raises([1])], 2)
+    assert not llm.has_work()
+
+
+def test_text_that_utf_8_cannot_say_is_refused(llm):
+    with pytest.raises(ConfigError, match="expected text that UTF-8 can say"):
+        llm.generate("\ud800", 2)
+    assert not llm.has_work()
+
+
+@pytest.mark.parametrize("request_id", [5, b"x", []])
+def test_an_id_is_a_text(llm, request_id):
+    with pytest.raises(ConfigError, match="found an id that is no text"):
+        llm.add_request([1], 2, request_id=request_id)
+
+
+@pytest.mark.parametrize("model", [None, "path/to/model"])
+def test_a_directory_in_the_place_of_a_shape_is_refused(model):
+    with pytest.raises(ConfigError, match="a directory is LLM's first argument"):
+        EngineConfig(model=model)
+
+
+@pytest.mark.parametrize("name", ["idle_wait_s", "drain_deadline_s"])
+@pytest.mark.parametrize("seconds", [10**400, float("nan"), float("inf"), True])
+def test_seconds_that_no_clock_has_are_refused(name, seconds):
+    with pytest.raises(ConfigError, match=name):
+        EngineConfig(**{name: seconds})

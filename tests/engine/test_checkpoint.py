@@ -160,6 +160,26 @@ def refused(directory):
     return str(caught.value)
 
 
+@pytest.mark.parametrize("settings", [{"max_window_layers": "x"}, {"sliding_window": 10**30}])
+def test_windows_that_cannot_be_are_refused(tmp_path, settings):
+    write_checkpoint(tmp_path, "qwen2")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    assert f"for '{next(iter(settings))}', expected a whole number" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("directory", ["", "\0", "\ud800", "x" * 5000, b"missing", 5, ["model"]])
+def test_what_is_no_path_of_a_directory_is_refused(directory):
+    assert "model" in refused(directory)
+
+
+@pytest.mark.parametrize("file", ["", "\0", "\ud800", "x" * 5000, None])
+def test_an_index_that_names_no_file_is_refused(tmp_path, file):
+    write_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": file}}))
+    assert "cannot be read as safetensors" in refused(tmp_path)
+
+
 def test_a_directory_without_a_model_is_refused(tmp_path):
     assert "found no directory" in refused(tmp_path / "nowhere")
     assert "config.json: cannot be read: No such file" in refused(tmp_path)
@@ -173,15 +193,24 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "found the architecture GPT2LMHeadModel"),
         ({"architectures": None}, "found the architecture none"),
-        ({"architectures": "LlamaForCausalLM"}, "found the architecture L,"),
+        ({"architectures": "LlamaForCausalLM"}, "found 'LlamaForCausalLM' for 'architectures', expected a list"),
+        ({"architectures": 5}, "found 5 for 'architectures'"),
         ({"hidden_act": "gelu"}, "found hidden_act 'gelu', expected 'silu'"),
         ({"mlp_bias": True}, "found mlp_bias True"),
         ({"attention_bias": True}, "found attention_bias True"),
         ({"quantization_config": {"quant_method": "awq"}}, "found quantization_config"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "found rotary embedding 'yarn', expected default"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "found rotary embedding 'dynamic'"),
-        ({"rope_scaling": {"type": "linear"}}, "'factor' is missing or wrong"),
-        ({"rope_scaling": {"type": "linear", "factor": "x"}}, "is missing or wrong"),
+        ({"rope_scaling": {"type": "linear"}}, "found nothing for 'factor'"),
+        ({"rope_scaling": {"type": "linear", "factor": "x"}}, "found 'x' for 'factor'"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "found 0 for 'factor', expected a number above 0"),
+        ({"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": float("inf")}}, "found inf for"),
+        ({"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, "found low_freq_factor 4.0, high_freq_factor 4.0"),
+        ({"rope_theta": float("nan")}, "found nan for 'rope_theta'"),
+        ({"rope_theta": 10**400}, "for 'rope_theta', expected a number above 0"),
+        ({"rms_norm_eps": float("nan")}, "found nan for 'rms_norm_eps'"),
+        ({"max_position_embeddings": 10**30}, "for 'max_position_embeddings', expected a whole number from 1 to"),
+        ({"num_hidden_layers": 10**9}, "found 1000000000 for 'num_hidden_layers'"),
         ({"rope_scaling": "linear"}, "found 'linear' for the rotary embedding"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "'one per kind of layer'"),
         ({"num_hidden_layers": 0}, "found 0 for 'num_hidden_layers'"),
@@ -201,7 +230,7 @@ def test_a_config_that_this_engine_does_not_run_is_refused_by_name(tmp_path, set
     assert says in refused(tmp_path)
 
 
-@pytest.mark.parametrize("kinds", [["full_attention"], ["full_attention", "linear_attention"] * 2, 7])
+@pytest.mark.parametrize("kinds", [["full_attention"], ["full_attention", "linear_attention"] * 2, 7, [[], {}] * 2])
 def test_unknown_kinds_of_layers_are_refused(tmp_path, kinds):
     write_checkpoint(tmp_path, "qwen2")
     path = tmp_path / "config.json"
@@ -210,7 +239,7 @@ def test_unknown_kinds_of_layers_are_refused(tmp_path, kinds):
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer.json"])
-@pytest.mark.parametrize("content", ["", "{", "[1]", "\x00\xff"])
+@pytest.mark.parametrize("content", ["", "{", "[1]", "\x00\xff", pytest.param('{"a":' * 100_000, id="nested")])
 def test_files_that_are_no_json_are_refused_by_name(tmp_path, file, content):
     write_checkpoint(tmp_path)
     (tmp_path / file).write_bytes(content.encode("latin-1"))

@@ -59,7 +59,7 @@ def run_demo(
 ) -> int:
     """Write model and workload, run them in four ways, print what each did; the exit code."""
     with ExitStack() as stack:
-        demo = Demo(conversations, Console(stderr=as_json))
+        demo = Demo(conversations, Console(stderr=as_json, markup=False))
         must_stop = stack.enter_context(stop_signals(hand_on=demo.interrupt))
         if work_dir is None:
             work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="orlop-demo-")))

@@ -66,7 +66,7 @@ def _effective(settings: OrlopConfig) -> dict[str, dict[str, Any]]:
 
 
 def _print(findings: list[Finding], effective: dict[str, dict[str, Any]]) -> None:
-    console = Console()
+    console = Console(markup=False)
     width = max(len(f.check) for f in findings)
     for f in findings:
         line = Text.assemble((f"{f.status:4}", STYLES[f.status]), f"  {f.check:{width}}  {f.found}")

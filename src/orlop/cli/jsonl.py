@@ -9,13 +9,15 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from orlop.errors import TraceError
 
+MOST_LINE_BYTES = 64 << 20
+"""A line that is longer is none: it would fill memory before anybody can say what it is."""
 SHOWN_CHARACTERS = 60
 """Of a value that is wrong, in a message."""
 
@@ -25,7 +27,12 @@ def read_json_lines(path: Path, option: str) -> Iterator[tuple[int, Any]]:
     number = 0
     try:
         with _opened(path) as lines:
-            for number, line in enumerate(lines, start=1):
+            for number, line in enumerate(iter(lambda: lines.readline(MOST_LINE_BYTES + 1), b""), start=1):
+                if len(line) > MOST_LINE_BYTES:
+                    raise TraceError(
+                        f"{path}, line {number}: found more than {MOST_LINE_BYTES} bytes in a line, expected one JSON "
+                        "value per line"
+                    )
                 if line.strip():
                     yield number, _parsed(line, f"{path}, line {number}")
     except (OSError, EOFError, zlib.error) as error:
@@ -48,12 +55,10 @@ def is_count(value: object) -> bool:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Iterable[bytes]]:
+def _opened(path: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
     """The lines of the file, unpacked where its first bytes say gzip, whatever its name."""
     with path.open("rb") as file:
-        is_gzip = file.read(2) == b"\x1f\x8b"
-        file.seek(0)
-        if not is_gzip:
+        if file.peek(2)[:2] != b"\x1f\x8b":  # looking alone: a pipe has no way back
             yield file
             return
         with gzip.open(file) as unpacked:

@@ -7,8 +7,11 @@ torch before a command needs it.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
 
@@ -18,12 +21,16 @@ from orlop import __version__
 from orlop.errors import ConfigError, OrlopError
 
 MOST_TOKENS_PER_ID = 4096
+MOST_TOKENS_PER_BLOCK = 65_536
+MOST = (1 << 31) - 1
+MOST_THREADS = 256
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 EXAMPLE_LINE = '{"input_length": 1100, "output_length": 8, "hash_ids": [0, 1, 2]}'
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 app = typer.Typer(
-    help="Keep the KV cache of an LLM engine in host memory and files, and bring it back.\n\n"
+    help="Keep the KV cache of an LLM engine in host memory, on disk and in files, and bring it back.\n\n"
     "Begin with 'orlop demo'; then 'orlop run' with your own model and prompts, and 'orlop doctor' before you deploy.",
     no_args_is_help=True,
     add_completion=False,
@@ -76,7 +83,7 @@ def run(
         Path | None, typer.Option(help=f"JSON lines of a Mooncake or LMCache agent trace. A line: {EXAMPLE_LINE}")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="Settings of the offload, a JSON file.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Run the first N requests only.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, max=MOST, help="Run the first N requests only.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write a JSON line per request into this file.")] = None,
     files_path: Annotated[
         Path | None,
@@ -84,7 +91,9 @@ def run(
     ] = None,
     max_output: Annotated[
         int | None,
-        typer.Option(min=1, help="The most tokens to generate per request. Default: 4 of a trace, 32 of prompts."),
+        typer.Option(
+            min=1, max=MOST, help="The most tokens to generate per request. Default: 4 of a trace, 32 of prompts."
+        ),
     ] = None,
     tokens_per_trace_block: Annotated[
         int | None,
@@ -92,16 +101,22 @@ def run(
     ] = None,
     device_blocks: Annotated[
         int | None,
-        typer.Option(min=2, help="Blocks of the device cache. Default: a quarter more than the largest request."),
+        typer.Option(
+            min=2, max=MOST, help="Blocks of the device cache. Default: a quarter more than the largest request."
+        ),
     ] = None,
-    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens per device block.")] = 16,
-    step_tokens: Annotated[int, typer.Option(min=1, help="The most tokens one step computes.")] = 512,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests in the engine at a time.")] = 4,
+    block_tokens: Annotated[int, typer.Option(min=1, max=MOST_TOKENS_PER_BLOCK, help="Tokens per device block.")] = 16,
+    step_tokens: Annotated[int, typer.Option(min=1, max=MOST, help="The most tokens one step computes.")] = 512,
+    concurrency: Annotated[int, typer.Option(min=1, max=MOST, help="Requests in the engine at a time.")] = 4,
     overlay: Annotated[
-        int, typer.Option(min=1, help="Sessions of a trace that are mixed, a request of each in turn; 1: file order.")
+        int,
+        typer.Option(
+            min=1, max=MOST, help="Sessions of a trace that are mixed, a request of each in turn; 1: file order."
+        ),
     ] = 8,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads that compute. Default: 1, with --model all cores but one.")
+        int | None,
+        typer.Option(min=1, max=MOST_THREADS, help="Threads that compute. Default: 1, with --model all cores but one."),
     ] = None,
     async_scheduling: Annotated[bool, typer.Option(help="Schedule a step before the last one has reported.")] = False,
     no_offload: Annotated[bool, typer.Option("--no-offload", help="The run without offload alone.")] = False,
@@ -272,6 +287,8 @@ def bench_tier(
 
 def main() -> None:
     """Run the command line; problems that the user can put right are one line and exit code 2."""
+    if isinstance(sys.stdout, TextIOWrapper):  # a path may have characters that the terminal has not
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except OrlopError as error:
@@ -279,5 +296,16 @@ def main() -> None:
         sys.exit(2)
     except BrokenPipeError:
         # Whoever read our output has gone; nothing is left to say, not even at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _say_no_more()
         sys.exit(1)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _say_no_more()
+        with suppress(OSError):
+            print(f"orlop: output cannot be written: {error.strerror}; make room there", file=sys.stderr)
+        sys.exit(2)
+
+
+def _say_no_more() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -17,6 +17,7 @@ from typing import Any
 
 from orlop.cli.jsonl import is_count, read_json_lines, short
 from orlop.cli.replay import RunRequest
+from orlop.config import MOST_COUNT
 from orlop.errors import ConfigError, TraceError
 
 FIELDS = ("prompt", "max_tokens", "id")
@@ -48,8 +49,10 @@ def _request(record: Any, name: str, where: str, max_output: int, encode: Callab
     if unknown is not None:
         raise TraceError(f"{where}: found the field {unknown!r}, expected {', '.join(FIELDS)} and no other")
     max_tokens, request_id = fields.get("max_tokens", max_output), fields.get("id", name)
-    if not is_count(max_tokens) or max_tokens < 1:
-        raise TraceError(f"{where}: found {short(max_tokens)} for 'max_tokens', expected a whole number from 1 up")
+    if not is_count(max_tokens) or not 1 <= max_tokens <= MOST_COUNT:
+        raise TraceError(
+            f"{where}: found {short(max_tokens)} for 'max_tokens', expected a whole number from 1 to {MOST_COUNT}"
+        )
     if not isinstance(request_id, str) or not request_id:
         raise TraceError(f"{where}: found {short(request_id)} for 'id', expected a text that is not empty")
     return RunRequest(request_id, _tokens(fields.get("prompt"), where, encode), max_tokens, where)

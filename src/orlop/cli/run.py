@@ -23,13 +23,14 @@ from typing import Any
 from rich.console import Console
 
 from orlop.cli.compare import Comparison, compare
+from orlop.cli.jsonl import short
 from orlop.cli.prompts import read_prompts
 from orlop.cli.replay import RunReport, RunRequest, replay
 from orlop.cli.settings import read_settings, refuse_unwritable, unwritable
 from orlop.cli.stopping import STOPPED, stop_signals
 from orlop.cli.summary import ChunksTooLong, print_summary, summarise
 from orlop.cli.traces import read_requests
-from orlop.config import OrlopConfig
+from orlop.config import MOST_BYTES, OrlopConfig
 from orlop.engine.blocks import BlockPool
 from orlop.engine.checkpoint import Checkpoint
 from orlop.engine.llm import LEAST_BLOCKS, LLM, EngineConfig, Result  # before torch: it says which extra brings that
@@ -44,7 +45,7 @@ import torch  # isort: skip
 
 log = logging.getLogger(__name__)
 
-CONSOLE = Console(stderr=True)
+CONSOLE = Console(stderr=True, markup=False)
 ENDED, DIFFERS = 0, 1
 TRACE_OUTPUT, PROMPTS_OUTPUT = 4, 32
 """The most tokens to generate per request, where nothing says how many."""
@@ -83,6 +84,7 @@ class RunOptions:
 def run(options: RunOptions) -> int:
     """Run, compare, print; the exit code."""
     _refuse_what_does_not_go_together(options)
+    _refuse_what_would_be_overwritten(options)
     if options.reference is not None:
         refuse_unwritable("--reference", options.reference)
     torch.set_num_threads(options.threads or _threads(options.model))
@@ -148,6 +150,18 @@ def _refuse_what_does_not_go_together(options: RunOptions) -> None:
             raise ConfigError(f"found {expected}")
 
 
+def _refuse_what_would_be_overwritten(options: RunOptions) -> None:
+    """No file that is read is written, and none is written twice."""
+    named = [("--prompts", options.prompts), ("--trace", options.trace), ("--config", options.config)]
+    for option, path in (("--output", options.output), ("--reference", options.reference)):
+        if path is None:
+            continue
+        for other, its_path in named:
+            if its_path is not None and os.path.isfile(path) and os.path.realpath(path) == os.path.realpath(its_path):
+                raise ConfigError(f"{option} {path}: found the file that {other} names, expected one of its own")
+        named.append((option, path))
+
+
 def _threads(model: Path | None) -> int:
     """Small matrices are faster on one thread; copies and tier I/O want a core beside a large model."""
     return 1 if model is None else max(1, (os.cpu_count() or 1) - 1)
@@ -180,7 +194,7 @@ def _refuse_what_the_model_cannot_take(model: ModelConfig, request: RunRequest, 
     unknown = next((token for token in request.prompt if token >= model.vocab_size), None)
     if unknown is not None:
         raise TraceError(
-            f"{request.where}: found the token id {unknown}, expected ids from 0 to {model.vocab_size - 1}, "
+            f"{request.where}: found the token id {short(unknown)}, expected ids from 0 to {model.vocab_size - 1}, "
             "which is what the model has"
         )
     found, most = len(request.prompt), model.max_positions
@@ -219,7 +233,7 @@ def _settings(options: RunOptions, engine: EngineConfig, stack: ExitStack) -> Ma
     device_bytes = engine.num_blocks * engine.block_tokens * engine.model.kv_bytes_per_token
     return {
         # Little more than the device, so that the files are needed too.
-        "host": {"bytes": max(2 * device_bytes, 1 << 20)},
+        "host": {"bytes": min(max(2 * device_bytes, 1 << 20), MOST_BYTES)},
         "blocks_per_chunk": "auto" if options.model is not None else 2,
         # Patient: what is shown here is what is found, also on a disk that is busy with other things.
         "tiers": [
@@ -235,14 +249,18 @@ def _output(path: Path | None) -> Iterator[Callable[[Result], None]]:
         yield lambda result: None
         return
     try:
-        file = path.open("w", encoding="utf-8")
+        file = path.open("wb", buffering=0)  # nothing is left to be written, and to fail, when it is closed
     except OSError as error:
         raise unwritable("--output", path, error) from error
     with file:
 
         def keep(result: Result) -> None:
-            file.write(json.dumps(asdict(result)) + "\n")
-            file.flush()
+            line = (json.dumps(asdict(result)) + "\n").encode()
+            try:
+                while line:
+                    line = line[file.write(line) :]
+            except OSError as error:
+                raise unwritable("--output", path, error) from error
 
         yield keep
 
@@ -330,7 +348,10 @@ def _without_offload(
     nobody: Callable[[Result], None] = lambda result: None  # noqa: E731
     report = _replay("without offload", judge.llm, requests, options, must_stop, nobody if options.offload else keep)
     if options.reference is not None and not report.interrupted:
-        options.reference.write_text(json.dumps({"fingerprint": fingerprint, "report": asdict(report)}))
+        try:
+            options.reference.write_text(json.dumps({"fingerprint": fingerprint, "report": asdict(report)}))
+        except OSError as error:
+            raise unwritable("--reference", options.reference, error) from error
     return report
 
 

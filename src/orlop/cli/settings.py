@@ -7,6 +7,7 @@ error where a file cannot be read or written. Never: a default, a verdict on a k
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,10 @@ def unwritable(option: str, path: Path, error: OSError) -> ConfigError:
 
 def refuse_unwritable(option: str, path: Path) -> None:
     """Find out before the work, not after it. What is there stays as it is, and nothing is left."""
-    existed = path.exists()
     try:
+        existed = os.path.exists(path)
+        if existed and not path.is_dir() and not path.is_file():  # a pipe would be waited for, a device read for ever
+            raise ConfigError(f"{option} {path}: found neither file nor directory, expected a file of its own")
         path.open("a").close()
         if not existed:
             path.unlink()

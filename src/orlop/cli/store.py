@@ -44,7 +44,7 @@ def run_inspect(path: Path, as_json: bool) -> int:
     if as_json:
         print(json.dumps(_inspection(stored)))
         return WELL
-    console = Console()
+    console = Console(markup=False)
     console.print(_headline(stored), soft_wrap=True)
     if stored.namespaces:
         console.print(_table(list(stored.namespaces.values())))
@@ -144,7 +144,7 @@ def _say_verified(
         said = {"path": str(stored.folder.path), "chunks": dict(counts), "removed": removed, "interrupted": interrupted}
         print(json.dumps(said | {"flaws": dict(stored.folder.flaws())}))
         return
-    console = Console()
+    console = Console(markup=False)
     for reason, count in sorted(counts.items(), key=lambda item: (item[0] != "ok", item[0])):
         console.print(f"{count:>10,}  {reason}", highlight=False)
     if not counts:
@@ -230,7 +230,7 @@ def _ask(stored: Stored, chosen: Sequence[NamespaceReport]) -> None:
     """Show what is going to be removed, and end here unless the answer is yes."""
     if not sys.stdin.isatty():
         raise ConfigError("found nobody to ask before chunks are removed, expected a terminal; or give --yes")
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     console.print(_table(chosen))
     if engines := stored.folder.engines():
         console.print(f"engines that have it open: {engines}; they go on, and compute what they do not find")
@@ -292,7 +292,7 @@ def _settle(stored: Stored, trouble: Trouble) -> None:
 @contextmanager
 def _progress(what: str, reports: Iterable[NamespaceReport]) -> Iterator[Callable[[int], None]]:
     """A bar in bytes where somebody looks; the function takes the bytes that are done."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=sum(r.stored_bytes for r in reports))
         yield lambda nbytes: progress.advance(task, nbytes)

@@ -73,7 +73,7 @@ def open_folder(path: Path) -> Folder:
                 raise ConfigError(f"{path}: found no permission to look into it; run as its owner, or change its mode")
             return folder
     kinds = " or ".join(kind.kind for kind in KINDS)
-    what = f"found no {kinds} store there" if path.is_dir() else "found no such directory"
+    what = f"found no {kinds} store there" if os.path.isdir(path) else "found no such directory"
     raise ConfigError(f"{path}: {what}, expected the 'path' of a tier of type {kinds}, once an engine has run")
 
 

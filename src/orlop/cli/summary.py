@@ -94,7 +94,7 @@ def _ratio(value: int | float | None, base: int | float | None) -> float | None:
 
 def print_summary(summary: Mapping[str, Any]) -> None:
     """The table that ``orlop run`` prints."""
-    console = Console()
+    console = Console(markup=False)
     engine = summary["engine"]
     runs = {"without offload": summary["without_offload"], "with offload": summary["with_offload"]}
     columns: dict[str, Figures] = {name: figures for name, figures in runs.items() if figures is not None}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,10 @@ from orlop.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+
+
+SHOWN_CHARACTERS = 60
+"""Of a value that is wrong, in a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,9 @@ REFUSED = {
 """Settings that the engine knows in these values only."""
 
 ROPE_KINDS = ("default", "linear", "llama3")
+MOST_LAYERS = 4096
+MOST_COUNT = (1 << 31) - 1
+"""Beyond these no model is meant, and arithmetic fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +76,12 @@ class Checkpoint:
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Checkpoint:
         """``ConfigError`` for a directory that is none, holds no model, or one that this engine does not run."""
-        root = Path(directory)
-        if not root.is_dir():
+        try:
+            is_directory = os.path.isdir(os.fspath(directory))
+        except TypeError:
+            raise ConfigError(f"model: found {directory!r}, expected the path of a directory") from None
+        root = Path(os.fsdecode(directory))
+        if not is_directory:
             raise ConfigError(f"model {root}: found no directory, expected one with config.json and safetensors")
         settings = _read_json(root / "config.json")
         config = model_config(settings, f"{root / 'config.json'}")
@@ -157,19 +169,24 @@ class SafetensorWeights:
         path = root / SINGLE
         if not path.exists():
             raise ConfigError(f"model {root}: found neither {SINGLE} nor {INDEX}, expected one of them")
-        with _reading(path, lambda: safe_open(path, framework="pt")) as file:
+        with _reading(path, lambda: _opened(path)) as file:
             return dict.fromkeys(file.keys(), path)
 
     def _file(self, path: Path) -> Any:
         if path not in self._files:
-            self._files[path] = safe_open(path, framework="pt")
+            self._files[path] = _opened(path)
         return self._files[path]
+
+
+def _opened(path: Path) -> Any:
+    path.open("rb").close()  # says what is wrong; the library calls a file that may not be read missing
+    return safe_open(path, framework="pt")
 
 
 def _reading(path: Path, read: Any) -> Any:
     try:
         return read()
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ValueError) as error:  # a name that no file can have is a ValueError
         raise ConfigError(f"{path}: cannot be read as safetensors: {error}; load the file again") from error
 
 
@@ -178,7 +195,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}, expected a file of the model") from error
-    except ValueError as error:  # a UnicodeDecodeError is one
+    except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
         raise ConfigError(f"{path}: found no JSON ({error}), expected one JSON object; load the file again") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: found {type(found).__name__}, expected one JSON object; load the file again")
@@ -191,10 +208,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 def model_config(settings: Mapping[str, Any], where: str) -> ModelConfig:
     """The configuration that ``settings`` (a config.json) describe; ``ConfigError`` names what is not supported."""
     names = settings.get("architectures") or ["none"]
-    architecture = ARCHITECTURES.get(str(names[0]))
+    if not isinstance(names, list):
+        raise ConfigError(f"{where}: found {_short(names)} for 'architectures', expected a list of one name")
+    name = str(names[0])
+    architecture = ARCHITECTURES.get(name)
     if architecture is None:
         raise ConfigError(
-            f"{where}: found the architecture {names[0]}, which the engine does not run; "
+            f"{where}: found the architecture {name}, which the engine does not run; "
             f"expected one of {', '.join(ARCHITECTURES)}"
         )
     for name, known in REFUSED.items():
@@ -203,7 +223,7 @@ def model_config(settings: Mapping[str, Any], where: str) -> ModelConfig:
             raise ConfigError(f"{where}: found {name} {settings[name]!r}, expected {expected}: no other is supported")
     hidden, heads = _count(settings, "hidden_size", where), _count(settings, "num_attention_heads", where)
     kv_heads = _count(settings, "num_key_value_heads", where, heads)
-    layers = _count(settings, "num_hidden_layers", where)
+    layers = _count(settings, "num_hidden_layers", where, most=MOST_LAYERS)
     theta, scaling = _rope(settings, where)
     return ModelConfig(
         vocab_size=_count(settings, "vocab_size", where),
@@ -224,20 +244,35 @@ def model_config(settings: Mapping[str, Any], where: str) -> ModelConfig:
     )
 
 
-def _count(settings: Mapping[str, Any], name: str, where: str, default: int | None = None) -> int:
+def _count(
+    settings: Mapping[str, Any],
+    name: str,
+    where: str,
+    default: int | None = None,
+    *,
+    least: int = 1,
+    most: int = MOST_COUNT,
+) -> int:
     value = settings.get(name)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        found = "nothing" if value is None else repr(value)
-        raise ConfigError(f"{where}: found {found} for '{name}', expected a whole number from 1 up")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        found = "nothing" if value is None else _short(value)
+        raise ConfigError(f"{where}: found {found} for '{name}', expected a whole number from {least} to {most}")
     return value
 
 
-def _number(settings: Mapping[str, Any], name: str, where: str, default: float) -> float:
+def _number(settings: Mapping[str, Any], name: str, where: str, default: float | None = None) -> float:
+    """A number above 0. JSON as Python reads it has NaN and Infinity, with which every logit would be NaN."""
     value = settings.get(name, default)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ConfigError(f"{where}: found {value!r} for '{name}', expected a number")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        found = "nothing" if value is None else _short(value)
+        raise ConfigError(f"{where}: found {found} for '{name}', expected a number above 0")
     return float(value)
+
+
+def _short(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= SHOWN_CHARACTERS else shown[:SHOWN_CHARACTERS] + "..."
 
 
 def _end_tokens(settings: Mapping[str, Any], where: str) -> frozenset[int]:
@@ -261,12 +296,12 @@ def _windows(
         return (window,) * layers
     kinds = settings.get("layer_types")
     if kinds is None:
-        first = settings.get("max_window_layers", layers)
+        first = _count(settings, "max_window_layers", where, layers, least=0)
         kinds = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
     known = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in list(known) for kind in kinds):
         raise ConfigError(
-            f"{where}: found layer_types {kinds!r}, expected {layers} times full_attention or sliding_attention"
+            f"{where}: found layer_types {_short(kinds)}, expected {layers} times full_attention or sliding_attention"
         )
     windows = tuple(known[kind] for kind in kinds)
     return windows if any(windows) else ()
@@ -283,16 +318,13 @@ def _rope(settings: Mapping[str, Any], where: str) -> tuple[float, RopeScaling |
         raise ConfigError(f"{where}: found rotary embedding {found!r}, expected {', '.join(ROPE_KINDS)}")
     if rope.get("partial_rotary_factor") not in REFUSED["partial_rotary_factor"]:
         raise ConfigError(f"{where}: found partial_rotary_factor {rope['partial_rotary_factor']!r}, expected 1.0")
-    try:
-        theta = float(rope.get("rope_theta", settings.get("rope_theta", 10_000.0)))
-        if kind == "default":
-            return theta, None
-        factor = float(rope["factor"])
-        if kind == "linear":
-            return theta, RopeScaling(kind, factor)
-        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-        return theta, RopeScaling(kind, factor, low, high, int(rope["original_max_position_embeddings"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{where}: found the rotary embedding {rope!r}, in which {error} is missing or wrong"
-        ) from error
+    theta = _number({"rope_theta": 10_000.0, **settings, **rope}, "rope_theta", where)
+    if kind == "default":
+        return theta, None
+    factor = _number(rope, "factor", where)
+    if kind == "linear":
+        return theta, RopeScaling(kind, factor)
+    low, high = _number(rope, "low_freq_factor", where), _number(rope, "high_freq_factor", where)
+    if low >= high:
+        raise ConfigError(f"{where}: found low_freq_factor {low}, high_freq_factor {high}, expected a higher high one")
+    return theta, RopeScaling(kind, factor, low, high, _count(rope, "original_max_position_embeddings", where))

@@ -15,7 +15,6 @@ behind, as it does beside a real device. Everything happens on the caller's thre
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 import os
 import secrets
@@ -35,8 +34,8 @@ from orlop.engine.blocks import NULL_BLOCK, BlockPool
 from orlop.engine.checkpoint import Checkpoint
 from orlop.engine.model import Model, ModelConfig
 from orlop.engine.runner import Runner, WorkerHalf
-from orlop.engine.sampling import MAX_SEED, SamplingParams, is_whole
-from orlop.engine.sequence import HASH_NAME, Sequence
+from orlop.engine.sampling import MAX_SEED, SamplingParams, is_number, is_whole
+from orlop.engine.sequence import HASH_NAME, Sequence, Status
 from orlop.engine.tables import BlockTables
 from orlop.engine.text import Text
 from orlop.errors import ConfigError, OrlopError
@@ -89,6 +88,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """``ConfigError`` for a number that would end in an engine which never gets anywhere."""
+        if not isinstance(self.model, ModelConfig):
+            raise ConfigError(
+                f"model: found {self.model!r}, expected a ModelConfig; a directory is LLM's first argument"
+            )
         for name, least in (
             ("num_blocks", LEAST_BLOCKS),
             ("block_tokens", 1),
@@ -100,7 +103,7 @@ class EngineConfig:
                 raise ConfigError(f"{name}: found {found!r}, allowed: a whole number from {least} up")
         for name in ("idle_wait_s", "drain_deadline_s"):
             found = getattr(self, name)
-            if not isinstance(found, int | float) or not 0 <= found < math.inf:
+            if not is_number(found):
                 raise ConfigError(f"{name}: found {found!r}, allowed: seconds from 0 up")
 
 
@@ -188,6 +191,7 @@ class LLM:
         """Of requests that ended while somebody else's were stepped for."""
         self._ids = itertools.count()
         self._is_shut_down = False
+        self._has_drained = False
         self.observer: StepObserver | None = None
         """Told the time after every step, and that it is the last one for now."""
 
@@ -299,17 +303,22 @@ class LLM:
         Who leaves the iterator early aborts what is left. A request that somebody aborts has no last piece.
         """
         ids = self._add_all(prompts, params)
-        return self._pieces({seq.request_id: seq for seq in self.scheduler.waiting if seq.request_id in ids})
+        pieces = self._pieces({seq.request_id: seq for seq in self.scheduler.waiting if seq.request_id in ids})
+        next(pieces)
+        return pieces
 
     def _pieces(self, sequences: dict[str, Sequence]) -> Iterator[Piece]:
         texts = {request_id: self.text.pieces() for request_id in sequences}
         told = dict.fromkeys(sequences, 0)
         try:
+            yield Piece("", (), "")  # nobody's: from here on it cleans up, also where no piece is ever taken
             while sequences:
-                ended = {result.request_id: result for result in self._step()}
-                self._unclaimed += [result for request_id, result in ended.items() if request_id not in sequences]
+                ended = {result.request_id: result for result in self._unclaimed + self._step()}
+                self._unclaimed = [result for request_id, result in ended.items() if request_id not in sequences]
                 for request_id, seq in list(sequences.items()):
                     result = ended.get(request_id)
+                    if result is None and seq.status is Status.FINISHED and not seq.aborted:
+                        result = self._result(seq)  # whoever stepped between two pieces was handed it
                     new = tuple(seq.generated[told[request_id] :])
                     told[request_id] += len(new)
                     if result is not None or seq.aborted:
@@ -341,7 +350,7 @@ class LLM:
         try:
             for prompt, own in zip(each, params, strict=True):
                 ids.append(self.add_request(prompt, own))  # type: ignore[arg-type]
-        except OrlopError:
+        except BaseException:  # a prompt's own, and Ctrl-C, too
             for request_id in ids:
                 self.abort(request_id)
             raise
@@ -356,16 +365,21 @@ class LLM:
 
     def has_work(self) -> bool:
         """Whether another step has something to do or to hand out: for a request, or for unsettled transfers."""
-        return self._is_busy() or bool(self._unclaimed)
+        return (self._is_busy() and not self._has_drained) or bool(self._unclaimed)
 
     # --- steps --------------------------------------------------------------------------------------------
 
     def step(self) -> list[Result]:
-        """One step; the requests that ended by it, and those that ended while others were generated for."""
+        """One step; the requests that ended by it, and those that ended while others were generated for.
+
+        After ``shutdown`` nothing is computed, and only the latter are left.
+        """
         unclaimed, self._unclaimed = self._unclaimed, []
         return unclaimed + self._step()
 
     def _step(self) -> list[Result]:
+        if self._has_drained:
+            return []
         step = self.scheduler.schedule()
         self._unreported.append((step, self.runner.execute(step)))
         ended: list[Sequence] = []
@@ -395,7 +409,7 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Serve nothing from before, here and in the connector; running requests compute from the start again."""
         self.scheduler.forget_prefixes()
-        if self.connector is not None:
+        if self.connector is not None and not self._has_drained:
             self.connector.reset_cache()
 
     def shutdown(self) -> None:
@@ -408,6 +422,7 @@ class LLM:
         deadline = self._clock() + self.config.drain_deadline_s
         while self._is_busy() and self._clock() < deadline:
             self._step()
+        self._has_drained = True
         # Copies first: what they still write to host memory, the tiers below it may still keep.
         if self.runner.connector is not None:
             self.runner.connector.shutdown()
@@ -437,6 +452,8 @@ class LLM:
             raise OrlopError("found an engine that is shut down, expected a running one; make a new LLM")
 
     def _refuse_impossible(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
+        if not isinstance(request_id, str):
+            raise ConfigError("found an id that is no text, expected one")
         if request_id in self._live:
             raise ConfigError("found an id that is running, expected a new one")
         if not prompt:

@@ -8,8 +8,8 @@ a request says.
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -34,18 +34,20 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Collection[int] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         """``ConfigError`` for a value that no request can be run with."""
         self._require("max_tokens", is_whole(self.max_tokens, 1), "a whole number from 1 up")
-        self._require("temperature", _is_number(self.temperature, 0), "a number from 0 up")
+        self._require("temperature", is_number(self.temperature), "a number from 0 up")
         self._require("top_k", is_whole(self.top_k, 0), "a whole number from 0 up (0: all tokens)")
-        self._require("top_p", _is_number(self.top_p, 0) and 0 < self.top_p <= 1, "a number above 0, at most 1")
+        self._require("top_p", is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0, at most 1")
         is_seed = self.seed is None or (is_whole(self.seed, 0) and self.seed <= MAX_SEED)
         self._require("seed", is_seed, f"a whole number from 0 to {MAX_SEED}, or None")
-        are_ids = not isinstance(self.stop_token_ids, str) and all(is_whole(t, 0) for t in self.stop_token_ids)
+        # An iterator would be used up by looking.
+        is_list = isinstance(self.stop_token_ids, Collection) and not isinstance(self.stop_token_ids, str)
+        are_ids = is_list and all(is_whole(t, 0) for t in self.stop_token_ids)
         self._require("stop_token_ids", are_ids, "a list of token ids")
         self._require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
 
@@ -59,8 +61,9 @@ def is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _is_number(value: object, least: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value < math.inf
+def is_number(value: object) -> bool:
+    """Whether ``value`` is a number from 0 up that fits into a float, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def sample(logits: Tensor, params: SamplingParams, seed: int, position: int) -> int:

@@ -20,13 +20,16 @@ class Text:
         self._tokenizer = tokenizer
 
     def encode(self, prompt: str) -> list[int]:
-        """``ConfigError`` where there is no tokenizer."""
+        """``ConfigError`` where there is no tokenizer, or the prompt is no text."""
         if self._tokenizer is None:
             raise ConfigError(
                 f"found the prompt {prompt[:60]!r}, expected a list of token ids (whole numbers); "
                 "the engine has no tokenizer"
             )
-        ids: list[int] = self._tokenizer.encode(prompt).ids
+        try:
+            ids: list[int] = self._tokenizer.encode(prompt).ids
+        except TypeError:  # what it says of half a surrogate pair
+            raise ConfigError(f"found the prompt {prompt[:60]!r}, expected text that UTF-8 can say") from None
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str | None:

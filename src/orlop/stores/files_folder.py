@@ -45,7 +45,7 @@ class FilesFolder:
     @classmethod
     def lies_in(cls, path: Path) -> bool:
         """Whether ``path`` is the directory of such a store."""
-        return (path / LAYOUT_VERSION).is_dir()
+        return os.path.isdir(path / LAYOUT_VERSION)
 
     def path_of(self, key: bytes) -> str:
         """Where the chunk of ``key`` lies, or would lie."""
