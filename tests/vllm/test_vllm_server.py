@@ -78,15 +78,16 @@ def test_a_conversation_larger_than_the_device_is_right_and_hits_show_in_the_met
 
 def test_what_the_connector_counts_is_scraped_with_the_engines_labels(first: Server) -> None:
     engine = {"model_name": "small", "engine": "0"}
+    hits = first.metric("vllm:external_prefix_cache_hits_total", **engine)
+    assert hits > 0
     deadline = time.monotonic() + PATIENCE_S
-    while not first.metric("orlop_loaded_tokens_total", tier="host", **engine):  # the engine tells once it is at rest
-        assert time.monotonic() < deadline, "no metric of ours appears"
+    # The engine tells once it is at rest. vLLM leaves out what a preempted request loads again, we do not.
+    while first.metric("orlop_loaded_tokens_total", **engine) < hits:
+        assert time.monotonic() < deadline, "less is told than vLLM has counted"
         time.sleep(0.1)
     assert first.metric("vllm:kv_offload_load_bytes_total", **engine) > 0
     assert first.metric("vllm:kv_offload_store_size_count", **engine) > 0
     assert first.metric("vllm:kv_offload_tiering_write_bytes_total", tier="1:files", **engine) > 0
-    loaded = first.metric("orlop_loaded_tokens_total", **engine)
-    assert loaded == first.metric("vllm:external_prefix_cache_hits_total", **engine)
 
 
 def test_one_line_at_start_says_what_is_on(first: Server) -> None:

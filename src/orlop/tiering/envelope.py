@@ -3,7 +3,7 @@
 In: a namespace, a key, part checksums, and memoryviews of header and payload. Out: a built header, or the
 verdict on one. Never: a file, a copy of the payload, a look at what the payload means.
 
-All functions may be called from any thread; hashing holds the GIL (xxhash 4.1).
+All functions may be called from any thread; hashing of parts larger than 64 KiB releases the GIL from xxhash 4.1 on.
 """
 
 from __future__ import annotations
