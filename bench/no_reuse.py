@@ -40,7 +40,7 @@ def settings(way: str, path: Path) -> dict[str, Any] | None:
 
 def tokens_per_second(way: str, prompts: list[list[int]]) -> float:
     with tempfile.TemporaryDirectory() as directory:
-        llm = LLM(EngineConfig(model=MODEL, num_blocks=512), settings(way, Path(directory)))
+        llm = LLM(EngineConfig(model=MODEL, num_blocks=512), offload=settings(way, Path(directory)))
         for prompt in prompts:
             llm.add_request(prompt, GENERATED)
         start, ended = time.perf_counter(), 0

@@ -58,7 +58,7 @@ def settings(way: str) -> dict[str, Any] | None:
 
 def steps(way: str, prompts: list[list[int]]) -> tuple[list[float], int]:
     """Seconds of every step that computed something, and how many of them waited outside of the forward."""
-    llm = LLM(EngineConfig(model=MODEL, num_blocks=192, max_step_tokens=128), settings(way))
+    llm = LLM(EngineConfig(model=MODEL, num_blocks=192, max_step_tokens=128), offload=settings(way))
     times, waited = [], 0
     forward_waits = _count_in(llm.runner, "_compute")
     for prompt in prompts:
