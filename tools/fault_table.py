@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pages import write_page
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "internals" / "faults.md"
 DATA = ROOT / "tests" / "faults.toml"
@@ -133,14 +135,7 @@ def main() -> int:
     kinds = read_kinds(DATA.read_text(encoding="utf-8"))
     collect(kinds)
     page = page_of(kinds)
-    if "--check" in sys.argv[1:]:
-        if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page:
-            return 0
-        print(f"{PAGE} is out of date: run `make docs`", file=sys.stderr)
-        return 1
-    PAGE.parent.mkdir(parents=True, exist_ok=True)
-    PAGE.write_text(page, encoding="utf-8")
-    return 0
+    return write_page(PAGE, page)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from orlop.observe.table import SECTIONS, Kind, Metric
+from pages import write_page
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "metrics.md"
 
@@ -43,14 +44,7 @@ What to look at first:
 
 def main() -> int:
     page = "\n".join([INTRODUCTION, *(_section(title, metrics) for title, metrics in SECTIONS.items())])
-    if "--check" in sys.argv[1:]:
-        if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page:
-            return 0
-        print(f"{PAGE} is out of date: run `make docs`", file=sys.stderr)
-        return 1
-    PAGE.parent.mkdir(parents=True, exist_ok=True)
-    PAGE.write_text(page, encoding="utf-8")
-    return 0
+    return write_page(PAGE, page)
 
 
 def _section(title: str, metrics: tuple[Metric, ...]) -> str:

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from orlop.config import ENV_PREFIX, DeadlineConfig, HostConfig, OrlopConfig, TierConfig
+from pages import write_page
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
 
@@ -42,14 +43,7 @@ added: no tier here grows without a bound.
 
 def main() -> int:
     page = "\n".join([INTRODUCTION, *_sections()])
-    if "--check" in sys.argv[1:]:
-        if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page:
-            return 0
-        print(f"{PAGE} is out of date: run `make docs`", file=sys.stderr)
-        return 1
-    PAGE.parent.mkdir(parents=True, exist_ok=True)
-    PAGE.write_text(page, encoding="utf-8")
-    return 0
+    return write_page(PAGE, page)
 
 
 def _sections() -> list[str]:
