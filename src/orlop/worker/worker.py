@@ -26,7 +26,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from threading import Condition
+from threading import Condition, RLock
 from typing import Any
 
 from orlop.background import start_thread
@@ -36,6 +36,7 @@ from orlop.worker.base import CopyBackend, CopyResult, OffloadingWorker
 
 log = logging.getLogger(__name__)
 
+NOTHING = WorkerOutput()
 REMEMBERED_JOBS = 16_384
 """Job ids kept to recognise a job that comes again in a later message."""
 
@@ -44,6 +45,8 @@ REMEMBERED_JOBS = 16_384
 class _Lane:
     """One direction: what waits, in order of submission, and what is being copied."""
 
+    arrived: Condition
+    """Told when something waits here, so that the other direction's thread sleeps on."""
     waiting: deque[tuple[TransferJob, Any]] = field(default_factory=deque)
     copying: TransferJob | None = None
 
@@ -58,8 +61,10 @@ class CopyWorker(OffloadingWorker):
     def __init__(self, backend: CopyBackend, clock: Callable[[], float] = time.perf_counter) -> None:
         self._backend = backend
         self._clock = clock
-        self._changed = Condition()
-        self._lanes = {kind: _Lane() for kind in TransferKind}
+        lock = RLock()
+        self._changed = Condition(lock)
+        """Told when a job is over. Its lock guards all that follows, and is that of the lanes' conditions."""
+        self._lanes = {kind: _Lane(Condition(lock)) for kind in TransferKind}
         self._open: dict[int, TransferJob] = {}
         self._finished: list[CopyResult] = []
         self._complaints: set[tuple[TransferKind, str]] = set()
@@ -79,8 +84,9 @@ class CopyWorker(OffloadingWorker):
                 self._finished.append(_failed(job, "the worker is shut down"))
                 return
             self._open[job.job_id] = job
-            self._lanes[job.kind].waiting.append((job, token))
-            self._changed.notify_all()
+            lane = self._lanes[job.kind]
+            lane.waiting.append((job, token))
+            lane.arrived.notify()
 
     def _refuse(self, job: TransferJob, reason: str) -> None:
         with self._changed:
@@ -102,6 +108,8 @@ class CopyWorker(OffloadingWorker):
         lane.waiting = deque(waiting)
 
     def get_finished(self) -> Sequence[CopyResult]:
+        if not self._finished:  # as in most steps; what ends right now is of the next one
+            return ()
         with self._changed:
             finished, self._finished = self._finished, []
         return finished
@@ -122,7 +130,8 @@ class CopyWorker(OffloadingWorker):
                 lane.waiting.clear()
             self._finished += [_failed(job, "cut off by the shutdown") for job in self._open.values()]
             self._open.clear()
-            self._changed.notify_all()
+            for lane in self._lanes.values():
+                lane.arrived.notify()
         if not any(lane.copying for lane in self._lanes.values()):
             for thread in self._threads:
                 thread.join()
@@ -147,7 +156,7 @@ class CopyWorker(OffloadingWorker):
 
     def _take(self, lane: _Lane) -> tuple[TransferJob, Any] | None:
         with self._changed:
-            self._changed.wait_for(lambda: lane.waiting or self._stopped)
+            lane.arrived.wait_for(lambda: lane.waiting or self._stopped)
             if not lane.waiting:
                 return None
             taken = lane.waiting.popleft()
@@ -212,6 +221,8 @@ class OffloadingConnectorWorker:
         """
         self._submit_stores(self._after_compute)
         self._after_compute = []
+        if not meta:
+            return
         self._doomed.update(job_id for job_id in meta.loads_to_fail if job_id in self._loads)
         flushed = set(meta.jobs_to_flush)
         self._submit_stores(j for j in meta.store_jobs if not j.after_compute or j.job_id in flushed)
@@ -232,8 +243,9 @@ class OffloadingConnectorWorker:
 
     def wait_for_save(self, meta: OffloadingConnectorMetadata) -> None:
         """After the forward was launched: submit the stores of what it computes. Returns at once."""
-        self._submit_stores([*self._after_compute, *meta.store_jobs])
-        self._after_compute = []
+        if self._after_compute or meta.store_jobs:
+            self._submit_stores([*self._after_compute, *meta.store_jobs])
+            self._after_compute = []
 
     def get_finished(self) -> WorkerOutput:
         """What ended since the last call.
@@ -244,7 +256,7 @@ class OffloadingConnectorWorker:
         """
         results = self._worker.get_finished()
         if not results:
-            return WorkerOutput()
+            return NOTHING
         reports = tuple(self._report(r) for r in results)
         ended = [job for r in reports if (job := self._loads.pop(r.job_id, None)) is not None]
         ok = {r.job_id: r.ok for r in reports}
