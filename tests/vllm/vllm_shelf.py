@@ -1,7 +1,7 @@
 """A second connector for vLLM's MultiConnector: it loads asynchronously, and no sooner than a test lets it.
 
-In: prompts whose device blocks a test has put on the shelf. Out: loads that spoil their blocks first, as half a transfer
-would, and fill or fail them once ``SHELF.held`` is False. Never: a thread, a store.
+In: prompts whose device blocks a test has put on the shelf. Out: loads that spoil their blocks first, as half of a
+transfer would, and fill or fail them once ``SHELF.held`` is False. Never: a thread, a store.
 
 Scheduler's half and worker's half meet in ``SHELF``, so it serves engines in this process only.
 """
