@@ -65,6 +65,8 @@ LEAST_SLOTS = 4
 LEAST_LOOKUP_LIMIT_S = 5.0
 LEAST_MAX_RETIRED = 64
 """Slots that a tier may hold past their deadline before it is out of service, where a quarter of all is less."""
+LOOK_AHEAD = 8
+"""Waiting requests whose tiers are asked before the engine comes to them: some steps' worth, a part of host memory."""
 STORES = {"disk": "orlop.stores.disk.store:DiskStore", "files": "orlop.stores.files:FilesStore"}
 
 
@@ -342,6 +344,7 @@ class OffloadingConnector:
                 store_deadline_s=config.store_deadline_s,
                 lookup_wait_s=max((e.lookup_s for e in entries), default=0.0),
                 promotion_wait_s=max((e.promotion_s for e in entries), default=5.0),
+                look_ahead=LOOK_AHEAD if entries else 0,
             ),
         )
         self._say_what_is_on(layout, entries, fingerprint)
