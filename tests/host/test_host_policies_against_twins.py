@@ -26,6 +26,8 @@ class Pair:
         self.random, self.policy, self.twin = random, policy, twin
         self.there: dict[int, int] = {}
         self.offered: set[int] = set()
+        self.before: dict[int, int] = {}
+        """Of a slot the one that was inserted as the chunk before it."""
 
     def some(self, slots: Iterable[int]) -> list[int]:
         some = sorted(slots)
@@ -64,6 +66,7 @@ class Pair:
         self.policy.insert(1, hashes, _array(slots))
         self.twin.insert(hashes, slots)
         self.there.update(zip(slots, names, strict=True))
+        self.before.update(zip(slots[1:], slots, strict=False))
 
     def forget(self, slots: list[int]) -> None:
         self.policy.forget(_array(slots))
@@ -79,7 +82,8 @@ class Pair:
             idle = sorted(self.there.keys() - self.offered)
             if not idle:
                 return
-            parent = self.random.choice(idle)
+            likely = self.before.get(child)
+            parent = likely if likely in idle and self.random.random() < 0.8 else self.random.choice(idle)
             self.twin.inherit(parent)
             if self.random.random() < 0.3:
                 self.policy.inherit(parent, child)

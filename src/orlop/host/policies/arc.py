@@ -17,14 +17,15 @@ Both sides stand in one line: the mark tells them apart, and 0 is who may not le
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from orlop.core import Int64Array
 from orlop.host.policies.base import EvictionPolicy
-from orlop.host.policies.ghosts import Ghosts, prints
 from orlop.host.policies.line import Line
+from orlop.host.policies.prints import prints
 
 T1, T2 = 1, 2
 
@@ -44,7 +45,7 @@ class ARC(EvictionPolicy):
         self._prints = np.frombuffer(self._print_of, np.int64)
         self._count = [0, 0, 0]
         """How many chunks each side has; the first item is nobody's."""
-        self._left = (Ghosts(), Ghosts(), Ghosts())
+        self._left = tuple(OrderedDict[int, None]() for _ in range(3))
         """B1 and B2, by side."""
 
     def insert(self, group: int, hashes: Sequence[bytes], slots: Int64Array) -> None:
@@ -58,7 +59,7 @@ class ARC(EvictionPolicy):
             self._sides[back] = T2
             self._count[T1] -= len(back)
             self._count[T2] += len(back)
-        self._line.add(slots, 0)
+        self._line.add(slots)
         self._trim()
 
     def touch(self, slots: Int64Array) -> None:
@@ -87,17 +88,13 @@ class ARC(EvictionPolicy):
         self._count[T1] -= len(slots) - again
 
     def pop(self) -> int:
+        line = self._line
         side = T1 if self._count[T1] > self.share else T2
-        slot = self._line.first(side)
-        if slot < 0:
+        place = line.first(side)
+        if place < 0:
             side = T1 + T2 - side
-            slot = self._line.first(side)
-        self._line.take_one(slot)
-        self._offered[slot] = 0
-        self._count[side] -= 1
-        self._left[side][self._print_of[slot]] = None
-        self._trim()
-        return slot
+            place = line.first(side)
+        return self._leave(place, side)
 
     def inherit(self, parent: int, child: int) -> None:
         side, line = self._side_of[child], self._line
@@ -109,8 +106,25 @@ class ARC(EvictionPolicy):
             return
         line.put(parent, line.place_of[child], 0)
 
+    def replace(self, parent: int, child: int) -> int:
+        place, side = self._line.place_of[parent], self._side_of[parent]
+        follows = place == self._line.place_of[child] + 1 and side == self._side_of[child]
+        if follows and side == (T1 if self._count[T1] > self.share else T2):
+            return self._leave(place, side)  # stored or used with the child, which was the first of its side
+        self.inherit(parent, child)
+        self._offered[parent] = 1
+        self._line.mark(parent, self._side_of[parent])
+        return self.pop()
+
     def candidates(self) -> Collection[int]:
         return self._line.slots_with((T1, T2))
+
+    def _leave(self, place: int, side: int) -> int:
+        slot = self._line.take_at(place)
+        self._offered[slot] = 0
+        self._count[side] -= 1
+        self._left[side][self._print_of[slot]] = None
+        return slot
 
     def _comes_back(self, number: int) -> bool:
         """Move the border for a chunk that was here before; False for one that is new, or forgotten."""
@@ -126,10 +140,10 @@ class ARC(EvictionPolicy):
         return False
 
     def _trim(self) -> None:
-        """T1 and B1 have as many as there are slots at most, all four twice as many."""
+        """T1 and B1 have as many as there are slots at most, all four twice as many. Who leaves changes neither sum."""
         _, once, again = self._left
         _, recent, frequent = self._count
-        if len(once) > self.slots - recent:
-            once.keep(self.slots - recent)
-        if len(again) > 2 * self.slots - recent - frequent - len(once):
-            again.keep(2 * self.slots - recent - frequent - len(once))
+        while len(once) > self.slots - recent:
+            once.popitem(last=False)
+        while len(again) > 2 * self.slots - recent - frequent - len(once):
+            again.popitem(last=False)

@@ -23,6 +23,7 @@ MARKS = 8
 SPARE = 1024
 
 UInt8Array = npt.NDArray[np.uint8]
+_NONE: Int64Array = np.empty(0, np.int64)
 
 
 class Line:
@@ -42,15 +43,16 @@ class Line:
         self._low = [0] * MARKS
         """Per mark a place before which nothing has it."""
 
-    def add(self, slots: Int64Array, marks: int | UInt8Array) -> None:
-        """Put slots that are not in the line at its end, the first of them last; a mark for all, or one for each."""
-        if self.end + len(slots) > self._length:
+    def add(self, slots: Int64Array, marks: UInt8Array | None = None) -> None:
+        """Put slots that are not in the line at its end, the first of them last; a mark for each, or 0."""
+        end, stop = self.end, self.end + len(slots)
+        if stop > self._length:
             self._close_holes()
-        stop = self.end + len(slots)
-        places = np.arange(stop - 1, self.end - 1, -1)
-        self.places[slots] = places
-        self._slots[places] = slots
-        self.mark_at[places] = marks
+            end, stop = self.end, self.end + len(slots)
+        self.places[slots] = np.arange(stop - 1, end - 1, -1)
+        self._slots[end:stop] = slots[::-1]
+        if marks is not None:
+            self.mark_at[end:stop] = marks[::-1]
         self.end = stop
 
     def take(self, slots: Int64Array) -> None:
@@ -59,15 +61,16 @@ class Line:
         self._slots[places] = -1
         self.mark_at[places] = 0
 
-    def take_one(self, slot: int) -> None:
-        """Take a slot out; ``put`` may fill its hole before anything is added."""
-        place = self.place_of[slot]
+    def take_at(self, place: int) -> int:
+        """Take out and return the slot at a place; ``put`` may fill the hole before anything is added."""
+        slot = self.slot_at[place]
         self.slot_at[place] = -1
         self.marks[place] = 0
+        return slot
 
     def put(self, slot: int, hole: int, mark: int) -> None:
         """Move a slot of the line to a hole."""
-        self.take_one(slot)
+        self.take_at(self.place_of[slot])
         self.place_of[slot] = hole
         self.slot_at[hole] = slot
         self.mark(slot, mark)
@@ -87,22 +90,18 @@ class Line:
             self._low[mark] = min(self._low[mark], lowest)
 
     def first(self, mark: int) -> int:
-        """The oldest slot with a mark above 0; -1 where there is none."""
+        """The place of the oldest slot with a mark above 0; -1 where there is none."""
         place = self.marks.find(mark, self._low[mark], self.end)
-        if place < 0:
-            self._low[mark] = self.end
-            return -1
-        self._low[mark] = place
-        return self.slot_at[place]
+        self._low[mark] = place if place >= 0 else self.end
+        return place
 
-    def before(self, slot: int, mark: int) -> Int64Array:
-        """The slots with a mark that stand before ``slot`` (-1: all with it), the newest first, as ``add`` wants them."""
-        stop = self.end if slot < 0 else self.place_of[slot]
-        low = self._low[mark]
+    def before(self, place: int, mark: int) -> Int64Array:
+        """The slots with a mark before ``place`` (-1: all with it), the newest first, as ``add`` wants them."""
+        stop, low = self.end if place < 0 else place, self._low[mark]
         start = self.marks.find(mark, low, stop)
         if start < 0:
             self._low[mark] = max(low, stop)
-            return np.empty(0, np.int64)
+            return _NONE
         self._low[mark] = start
         found: Int64Array = self._slots[start:stop][self.mark_at[start:stop] == mark][::-1]
         return found

@@ -18,14 +18,15 @@ Both queues stand in one line: the mark tells them apart.
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from orlop.core import Int64Array
 from orlop.host.policies.base import EvictionPolicy
-from orlop.host.policies.ghosts import Ghosts, prints
 from orlop.host.policies.line import Line, UInt8Array
+from orlop.host.policies.prints import prints
 
 SMALL_SHARE = 10
 MOST_USES = 3
@@ -43,7 +44,7 @@ def _marks() -> UInt8Array:
 
 
 _MARKS = _marks()
-_MARK_OF = _MARKS.tolist()
+_MARK_OF = _MARKS.tobytes()
 
 
 class S3FIFO(EvictionPolicy):
@@ -65,7 +66,8 @@ class S3FIFO(EvictionPolicy):
         """Chunks in the small queue."""
         self._main_offered = 0
         """Candidates in the main queue."""
-        self._left = Ghosts()
+        self._left: OrderedDict[int, None] = OrderedDict()
+        self._left_most = slots - self._small_most
 
     def insert(self, group: int, hashes: Sequence[bytes], slots: Int64Array) -> None:
         numbers = prints(group, hashes)
@@ -98,18 +100,20 @@ class S3FIFO(EvictionPolicy):
         self._offers[slots] = 0
 
     def pop(self) -> int:
+        line = self._line
         if self._small >= self._small_most or not self._main_offered:
-            slot = self._line.first(SMALL_LEAVES)
-            if slot >= 0 or not self._main_offered:
-                self._move(self._line.before(slot, SMALL_MOVES))
-            if slot >= 0:
-                self._left[self._print_of[slot]] = None
-                self._left.keep(self.slots - self._small_most)
-                self._small -= 1
-                return self._gone(slot)
-        slot = self._oldest_of_main()
+            place = line.first(SMALL_LEAVES)
+            if place >= 0 or not self._main_offered:
+                moving = line.before(place, SMALL_MOVES)
+                if moving.size:
+                    self._move(moving)
+                    place = line.first(SMALL_LEAVES)  # the same slot, though holes may have been closed
+            if place >= 0:
+                return self._leave_small(place)
+        slot = line.take_at(self._oldest_of_main())
+        self._offered[slot] = 0
         self._main_offered -= 1
-        return self._gone(slot)
+        return slot
 
     def inherit(self, parent: int, child: int) -> None:
         line, main = self._line, self._main_of[child]
@@ -120,9 +124,27 @@ class S3FIFO(EvictionPolicy):
             return
         line.put(parent, line.place_of[child], self._mark_of(parent))
 
+    def replace(self, parent: int, child: int) -> int:
+        place, mains = self._line.place_of[parent], self._main_of[parent] | self._main_of[child]
+        follows = place == self._line.place_of[child] + 1 and not mains
+        if follows and self._uses_of[parent] < 2 and self._small >= self._small_most:
+            return self._leave_small(place)  # stored with the child, which was the first of the small queue
+        self.inherit(parent, child)
+        self._set_offered(parent, 1)
+        return self.pop()
+
     def candidates(self) -> Collection[int]:
         found: list[int] = np.flatnonzero(self._offers).tolist()
         return found
+
+    def _leave_small(self, place: int) -> int:
+        slot = self._line.take_at(place)
+        self._offered[slot] = 0
+        self._small -= 1
+        self._left[self._print_of[slot]] = None
+        if len(self._left) > self._left_most:
+            self._left.popitem(last=False)
+        return slot
 
     def _set_offered(self, slot: int, offered: int) -> None:
         self._offered[slot] = offered
@@ -131,17 +153,11 @@ class S3FIFO(EvictionPolicy):
         self._line.mark(slot, self._mark_of(slot))
 
     def _mark_of(self, slot: int) -> int:
-        mark: int = _MARK_OF[self._main_of[slot]][self._offered[slot]][self._uses_of[slot]]
-        return mark
+        return _MARK_OF[self._main_of[slot] << 3 | self._offered[slot] << 2 | self._uses_of[slot]]
 
     def _marks_of(self, slots: Int64Array) -> UInt8Array:
         marks: UInt8Array = _MARKS[self._mains[slots], self._offers[slots], self._uses[slots]]
         return marks
-
-    def _gone(self, slot: int) -> int:
-        self._line.take_one(slot)
-        self._offered[slot] = 0
-        return slot
 
     def _move(self, slots: Int64Array) -> None:
         """From the old end of the small queue to the new end of the main one."""
@@ -153,14 +169,16 @@ class S3FIFO(EvictionPolicy):
         self._line.add(slots, self._marks_of(slots))
 
     def _oldest_of_main(self) -> int:
-        """Who leaves the main queue; those before it go to its new end. Called only while it has a candidate."""
-        while (slot := self._line.first(MAIN_LEAVES)) < 0:  # a round in which all are used: nobody changes places
-            used = self._line.before(-1, MAIN_STAYS)
+        """The place of who leaves the main queue; those before it go to its new end. Only while it has a candidate."""
+        line = self._line
+        while (place := line.first(MAIN_LEAVES)) < 0:  # a round in which all are used: nobody changes places
+            used = line.before(-1, MAIN_STAYS)
             self._uses[used] -= 1
-            self._line.mark_all(used, self._marks_of(used))
-        used = self._line.before(slot, MAIN_STAYS)
+            line.mark_all(used, self._marks_of(used))
+        used = line.before(place, MAIN_STAYS)
         if used.size:
-            self._line.take(used)
+            line.take(used)
             self._uses[used] -= 1
-            self._line.add(used, self._marks_of(used))
-        return slot
+            line.add(used, self._marks_of(used))
+            place = line.first(MAIN_LEAVES)
+        return place
