@@ -18,6 +18,7 @@ STORE_TESTS = "tests/scheduler/test_stores.py::"
 LOAD_TESTS = "tests/scheduler/test_loads.py::"
 COST_TESTS = "tests/scheduler/test_cost.py::"
 LOOKUP_SCENARIOS = "tests/scenarios/test_tier_lookups.py::"
+BULK_TESTS = "tests/tiering/test_bulk_stores.py::"
 CAPACITY_SCENARIOS = "tests/scenarios/test_capacity.py::"
 
 
@@ -205,7 +206,7 @@ BREAKS = (
         "declined chunks are taken for stored",
         STORES,
         "group.cursor = plan.settled",
-        "group.cursor = stop",
+        "group.cursor = offer.run.stop",
         STORE_TESTS + "test_declined_chunks_are_offered_again_and_leave_no_hole",
     ),
     Break(
@@ -217,9 +218,9 @@ BREAKS = (
     ),
     Break(
         "declined chunks are offered in every step",
-        SCHEDULER,
-        "            if (budget <= 0 and self._planner.is_behind(state)) or self._planner.lacks_keys(state):\n",
-        "            if self._planner.is_behind(state) or self._planner.lacks_keys(state):\n",
+        STORES,
+        "again = [s for s in filled if (budget <= 0 and self.is_behind(s)) or self.lacks_keys(s)]",
+        "again = [s for s in filled if self.is_behind(s) or self.lacks_keys(s)]",
         COST_TESTS + "test_declined_chunks_cost_one_offer_per_block_while_there_is_no_room",
     ),
     Break(
@@ -362,5 +363,19 @@ BREAKS = (
         "settled = run.start + int(writing[0]) if len(writing) else run.stop",
         "settled = run.stop",
         CAPACITY_SCENARIOS + "test_chunks_in_flight_for_another_request_reach_the_tier_below",
+    ),
+    Break(
+        "two requests that fill the same chunk in one step both write it",
+        MANAGER,
+        "known = key in keys or (run.start > 0 and run.hashes[run.start - 1] in keys)",
+        "known = False",
+        BULK_TESTS + "test_many_offers_at_once_are_answered_as_one_by_one",
+    ),
+    Break(
+        "stores that end together tell those who wait for them nothing",
+        MANAGER,
+        "            self._wake_waiters(one.writer if one else None)\n",
+        "            pass\n",
+        BULK_TESTS + "test_who_waits_for_one_of_many_stores_hears_of_it",
     ),
 )

@@ -7,6 +7,8 @@ Never: another answer than the manager's own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vllm_mock_worker import MockWorker
 
 from orlop.core import FIRST_GENERATION, KeyRun, Namespace, PrefixAnswer, ReqContext, Reservation, StorePlan
@@ -61,9 +63,20 @@ class WatchedManager(TieringManager):
     def prepare_store(self, run: KeyRun, context: ReqContext, *, now: float) -> StorePlan:
         self._must_live(context)
         plan = super().prepare_store(run, context, now=now)
+        self._watch(plan, run)
+        return plan
+
+    def prepare_stores(self, offers: Sequence[tuple[KeyRun, ReqContext]], *, now: float) -> list[StorePlan]:
+        for _, context in offers:
+            self._must_live(context)
+        plans = super().prepare_stores(offers, now=now)
+        for plan, (run, _) in zip(plans, offers, strict=True):
+            self._watch(plan, run)
+        return plans
+
+    def _watch(self, plan: StorePlan, run: KeyRun) -> None:
         if plan.reservation is not None:
             in_use = self.worker.slots_in_use()
             for slot, block_hash in zip(plan.reservation.slots.tolist(), plan.reservation.hashes, strict=True):
                 assert slot not in in_use, f"slot {slot} is reserved while job {in_use[slot].job_id} may touch it"
                 self.worker.slot_key[slot] = (run.group, block_hash)
-        return plan

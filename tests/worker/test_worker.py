@@ -119,8 +119,8 @@ class Bench:
 
     def collect_next(self) -> WorkerOutput:
         """Wait until any job has ended, then collect."""
-        with self.copies._changed:
-            assert self.copies._changed.wait_for(lambda: self.copies._finished, WAIT_S)
+        with self.copies._ended:
+            assert self.copies._ended.wait_for(lambda: self.copies._finished, WAIT_S)
         return self.collect()
 
     def settle(self) -> WorkerOutput:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 
 import numpy as np
 
@@ -167,19 +167,24 @@ class HostTier:
         """
         if not len(chunks):
             return np.empty(0, np.int64)
-        pieces = list(_pieces(chunks))
-        keys = _keys(run.hashes, pieces)
-        self._require_absent(run.group, keys)
-        outer = [self._resident(run.group, run.hashes[first - 1]) if first else -1 for first, _ in pieces]
+        pieces = [run.part(start, stop) for start, stop in _pieces(chunks)]
+        return self.reserve_all(pieces)
+
+    def reserve_all(self, runs: Sequence[KeyRun]) -> Int64Array | None:
+        """As ``reserve``, for all chunks of several runs of one group, one after the other; none may extend another."""
+        group = runs[0].group
+        keys = runs[0].keys() if len(runs) == 1 else list(chain.from_iterable(map(KeyRun.keys, runs)))
+        self._require_absent(group, keys)
+        outer = [self._resident(group, run.hashes[run.start - 1]) if run.start else -1 for run in runs]
         if not self._make_room(len(keys), [p for p in outer if p >= 0]):
             return None
         taken = self._books.take(len(keys))
         slots = np.array(taken, np.int64)
-        self._books.reserve(slots, _parents(slots, pieces, outer))
-        self._group[slots] = run.group
-        self._reserved[run.group].update(zip(keys, taken, strict=True))
+        self._books.reserve(slots, _parents(slots, runs, outer))
+        self._group[slots] = group
+        self._reserved[group].update(zip(keys, taken, strict=True))
         _exhaust(map(self._key.__setitem__, taken, keys))
-        self._adopt(run, pieces)
+        self._adopt(runs)
         return slots
 
     def publish(self, slots: Int64Array) -> None:
@@ -369,14 +374,14 @@ class HostTier:
             _remove(self._reserved[group], self._keys_of(part.tolist()))
         self._changed(self._books.drop(slots))
 
-    def _adopt(self, run: KeyRun, pieces: list[tuple[int, int]]) -> None:
+    def _adopt(self, runs: Sequence[KeyRun]) -> None:
         """Chunks that lost the chunk they extend, and now see it come back, are its children again."""
-        for _, stop in pieces:
-            if stop >= len(run.hashes):
+        for run in runs:
+            if run.stop >= len(run.hashes):
                 continue
-            child = self._resident(run.group, run.hashes[stop])
+            child = self._resident(run.group, run.hashes[run.stop])
             if child >= 0 and self._books.parent_of[child] < 0:
-                self._books.adopt(child, self._reserved[run.group][run.hashes[stop - 1]])
+                self._books.adopt(child, self._reserved[run.group][run.hashes[run.stop - 1]])
 
     def _without_retired(self, slots: Int64Array, *expected: int) -> Int64Array:
         state = self._books.state[slots]
@@ -434,20 +439,16 @@ def _pieces(chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
     yield first, previous + 1
 
 
-def _keys(hashes: Sequence[bytes], pieces: list[tuple[int, int]]) -> Sequence[bytes]:
-    if len(pieces) == 1:
-        return hashes[pieces[0][0] : pieces[0][1]]
-    return [key for start, stop in pieces for key in hashes[start:stop]]
-
-
-def _parents(slots: Int64Array, pieces: list[tuple[int, int]], outer: list[int]) -> Int64Array:
-    """Each slot's parent: the one before it in its piece, or what the piece as a whole extends."""
+def _parents(slots: Int64Array, runs: Sequence[KeyRun], outer: list[int]) -> Int64Array:
+    """Each slot's parent: the one before it in its run, or what the run as a whole extends."""
+    if len(runs) == len(slots):
+        return np.array(outer, np.int64)
     parents: Int64Array = np.empty_like(slots)
     parents[1:] = slots[:-1]
     at = 0
-    for (start, stop), parent in zip(pieces, outer, strict=True):
+    for run, parent in zip(runs, outer, strict=True):
         parents[at] = parent
-        at += stop - start
+        at += len(run)
     return parents
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -50,6 +50,8 @@ FEW = 256
 EVERY_CHUNK = 1 << 62
 """The budget of a life that has ended: what is not stored now never is."""
 
+COPY_COUNTERS = {kind: (f"{kind}_bytes", f"{kind}_seconds") for kind in TransferKind}
+"""Bytes moved, and seconds spent on it."""
 FROM_THE_START = ("chunks_queried host", "chunks_hit host", "chunks_loaded host", "tokens_loaded host")
 """Counters that are there before they count: what host memory has never had is 0, not unknown."""
 
@@ -193,6 +195,7 @@ class OffloadingConnectorScheduler:
 
     def update_connector_output(self, output: WorkerOutput, *, now: float) -> None:
         """What ranks have completed or failed; may come late, repeated, or not at all."""
+        stored: list[Job] = []
         for report in output.reports:
             job = self._jobs.get(report.job_id) or self._overdue.get(report.job_id)
             if job is None or report.rank not in job.waiting:
@@ -201,8 +204,14 @@ class OffloadingConnectorScheduler:
             job.waiting.discard(report.rank)
             job.failed = job.failed or not report.ok
             self._count_copy(job.kind, report)
-            if not job.waiting:
+            if job.waiting:
+                continue
+            if job.kind is TransferKind.STORE and not job.failed and job.job_id in self._jobs:
+                stored.append(job)
+            else:
                 self._job_reported(job, now)
+        if stored:
+            self._jobs_stored(stored, now)
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must keep stepping: some job is unsettled, or something is owed."""
@@ -525,8 +534,9 @@ class OffloadingConnectorScheduler:
 
     def _count_copy(self, kind: TransferKind, report: JobReport) -> None:
         """Bytes that a rank has moved, and what its engine has waited for: failed and late copies did that too."""
-        self.counters[f"{kind}_bytes"] += report.nbytes
-        self.counters[f"{kind}_seconds"] += report.seconds
+        nbytes, seconds = COPY_COUNTERS[kind]
+        self.counters[nbytes] += report.nbytes
+        self.counters[seconds] += report.seconds
         if report.nbytes:
             self._sizes[kind].observe(report.nbytes)
         if report.fence_waits:
@@ -543,6 +553,14 @@ class OffloadingConnectorScheduler:
         self._settle(job, ok=not job.failed, released=True, now=now)
         self._fences.lower(job)
 
+    def _jobs_stored(self, jobs: Sequence[Job], now: float) -> None:
+        """Every rank has reported these stores, and all have succeeded: ``_job_reported`` for many at once."""
+        self.manager.complete_stores([r for job in jobs for r in job.reservations], now=now)
+        for job in jobs:
+            del self._jobs[job.job_id]
+            self._leave_life(job)
+            self._fences.lower(job)
+
     def _settle(self, job: Job, ok: bool, released: bool, now: float) -> None:
         """The job is over for everybody who waited for it."""
         del self._jobs[job.job_id]
@@ -555,6 +573,9 @@ class OffloadingConnectorScheduler:
                 self._overdue[job.job_id] = job
         else:
             self._settle_load(job, ok, now)
+        self._leave_life(job)
+
+    def _leave_life(self, job: Job) -> None:
         state = job.life
         if state is not None:
             state.transfer_jobs.discard(job.job_id)
@@ -628,6 +649,7 @@ class OffloadingConnectorScheduler:
                 self._add_blocks(state, block_ids)
             self._note_tokens(state, computed, scheduled.get(req_id, 0))
             touched.append(state)
+        self.counters["states_touched"] += len(touched)
         return touched
 
     def _take_blocks(self, state: RequestState, block_ids: tuple[list[int], ...], computed: int) -> None:
@@ -637,9 +659,10 @@ class OffloadingConnectorScheduler:
         self._hand_out(block_ids, computed)
 
     def _add_blocks(self, state: RequestState, block_ids: tuple[list[int], ...]) -> None:
+        handed_out = self._current_batch_allocated_block_ids
         for group, ids in zip(state.groups, block_ids, strict=True):
             group.block_ids.extend(ids)
-        self._hand_out(block_ids, 0)
+            handed_out.update(ids)
 
     def _hand_out(self, block_ids: tuple[list[int], ...], computed: int) -> None:
         """Blocks beyond ``computed`` tokens will be written, also those of a request that no hook has named."""
@@ -654,7 +677,6 @@ class OffloadingConnectorScheduler:
             state.tainted = True
 
     def _note_tokens(self, state: RequestState, computed: int, scheduled: int) -> None:
-        self.counters["states_touched"] += 1
         state.load_base = None
         state.forget_answer()
         state.since = None
@@ -665,39 +687,32 @@ class OffloadingConnectorScheduler:
 
     def _plan_owed(self, now: float) -> list[TransferJob]:
         """Last chunks of finished lives. Their blocks are free: what is handed out now is read first."""
-        jobs: list[TransferJob] = []
-        for state in list(self._owed.values()):
-            del self._owed[state.context.life]
-            planned = self._planner.plan(state, EVERY_CHUNK, now)
-            if planned:
-                jobs.append(self._store_job(state, planned, now))
-            else:
-                self._end_life_if_drained(state)
+        if not self._owed:
+            return []
+        states = list(self._owed.values())
+        self._owed.clear()
+        planned, _ = self._planner.plan(states, EVERY_CHUNK, now)
+        jobs = [self._store_job(state, stores, now) for state, stores in planned.items()]
+        for state in states:
+            self._end_life_if_drained(state)
         return jobs
 
     def _plan_live(
         self, touched: Collection[RequestState], scheduled: Mapping[str, int], now: float
     ) -> list[TransferJob]:
-        budget = self.options.max_chunks_per_step
-        jobs: list[TransferJob] = []
+        if not touched and not self._unplanned:
+            return []
         seen = set(touched)
         late = [s for s in self._unplanned.values() if s not in seen]
-        self._unplanned = {}
         for state in late:
             # Steps that handed it no block have gone by since it was last looked at, and its windows have moved on.
             computed = state.req.num_computed_tokens
             state.tokens_before_step = max(state.tokens_filled, computed)
             # Draft tokens that were rejected since count no more.
             state.tokens_filled = min(state.tokens_filled, computed + scheduled.get(state.context.req_id, 0))
-        for state in [*late, *touched]:
-            state.learn_keys()
-            planned = self._planner.plan(state, budget, now) if budget > 0 else []
-            if planned:
-                budget -= sum(len(p.reservation.chunks) for p in planned)
-                jobs.append(self._store_job(state, planned, now))
-            if (budget <= 0 and self._planner.is_behind(state)) or self._planner.lacks_keys(state):
-                self._unplanned[state.context.life] = state
-        return jobs
+        planned, again = self._planner.plan([*late, *touched], self.options.max_chunks_per_step, now)
+        self._unplanned = {state.context.life: state for state in again}
+        return [self._store_job(state, stores, now) for state, stores in planned.items()]
 
     def _store_job(self, state: RequestState, planned: Collection[PlannedStore], now: float) -> TransferJob:
         transfers = tuple(p.transfer for p in planned)

@@ -349,14 +349,33 @@ class RecordingManager(OffloadingManager):
             self._opened(plan.reservation, TransferKind.STORE, context)
         return plan
 
+    def prepare_stores(self, offers: Sequence[tuple[KeyRun, ReqContext]], *, now: float) -> list[StorePlan]:
+        for run, context in offers:
+            self._live("prepare_store", context, run)
+        self._stored_in_step = True
+        plans = self.inner.prepare_stores(offers, now=now)
+        assert len(plans) == len(offers), f"found {len(plans)} plans for {len(offers)} offers"
+        for plan, (_, context) in zip(plans, offers, strict=True):
+            if plan.reservation is not None:
+                self._opened(plan.reservation, TransferKind.STORE, context)
+        return plans
+
     def complete_load(self, reservation: Reservation, *, now: float) -> None:
         self._completed("complete_load", reservation, TransferKind.LOAD)
         self.inner.complete_load(reservation, now=now)
 
-    def complete_store(self, reservation: Reservation, success: bool, *, now: float, released: bool = True) -> None:
+    def complete_stores(self, reservations: Sequence[Reservation], *, now: float) -> None:
+        for reservation in reservations:
+            self._store_completed(reservation, success=True)
+        self.inner.complete_stores(reservations, now=now)
+
+    def _store_completed(self, reservation: Reservation, success: bool) -> None:
         opened = self._completed("complete_store", reservation, TransferKind.STORE)
         if success and opened.resets == self._resets:
             self._verify(reservation, "store")
+
+    def complete_store(self, reservation: Reservation, success: bool, *, now: float, released: bool = True) -> None:
+        self._store_completed(reservation, success)
         if not released:
             assert not success, f"store {reservation.number} succeeded and is still being written"
             self.retired[reservation.number] = reservation

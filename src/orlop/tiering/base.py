@@ -97,12 +97,21 @@ class OffloadingManager(ABC):
     def prepare_store(self, run: KeyRun, context: ReqContext, *, now: float) -> StorePlan:
         """Reserve slots for the chunks of ``run`` that are wanted and not there; evicts for room if it must."""
 
+    def prepare_stores(self, offers: Sequence[tuple[KeyRun, ReqContext]], *, now: float) -> list[StorePlan]:
+        """``prepare_store`` for each offer, in order; for many requests that fill one chunk each in the same step."""
+        return [self.prepare_store(run, context, now=now) for run, context in offers]
+
     @abstractmethod
     def complete_store(self, reservation: Reservation, success: bool, *, now: float, released: bool = True) -> None:
         """Every rank has written the slots (success), or the store has failed. Exactly once per reservation.
 
         ``released`` False: somebody may still write the slots; they stay retired until ``release``.
         """
+
+    def complete_stores(self, reservations: Sequence[Reservation], *, now: float) -> None:
+        """``complete_store`` with success for each reservation, in order."""
+        for reservation in reservations:
+            self.complete_store(reservation, True, now=now)
 
     @abstractmethod
     def release(self, reservation: Reservation) -> None:

@@ -23,7 +23,7 @@ import hashlib
 import heapq
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -172,10 +172,22 @@ class TieringManager(OffloadingManager):
         if ready == len(run):
             return PrefixAnswer(ready, ready, math.inf)
         rest = run.part(run.start + ready, run.stop)
+        if self._ends_here(rest, context, now, since):
+            return PrefixAnswer(ready, ready, math.inf)
         verdicts = self._verdicts(rest, context, now, since, stop_at_miss=True)
         misses = np.flatnonzero(verdicts == Lookup.MISS)
         reach = ready + (int(misses[0]) if len(misses) else len(rest))
         return PrefixAnswer(ready, reach, self._valid_until(verdicts[: reach - ready], since))
+
+    def _ends_here(self, run: KeyRun, context: ReqContext, now: float, since: float) -> bool:
+        """Whether nobody has, or writes, the first chunk of ``run``; told apart because most prompts are new."""
+        if self.host.slot_state(run.group, run.hashes[run.start]) is not None:
+            return False
+        life = self._lives.get(context.life)
+        if not self.tiers or life is None:
+            return True
+        ask = self._ask_for(run, run.start, run.stop, life, now, since, stop_at_miss=True)
+        return ask is None or (ask.answered and ask.source_of(run.start) == NOWHERE)
 
     def lookup_each(self, run: KeyRun, context: ReqContext, *, now: float, since: float) -> Sequence[Lookup]:
         verdicts = self._verdicts(run, context, now, since, stop_at_miss=False)
@@ -200,7 +212,11 @@ class TieringManager(OffloadingManager):
             return verdicts
         absent = states == ABSENT
         life = self._lives[context.life]
-        ask = self._ask_for(run, absent, life, now, since, stop_at_miss)
+        where = np.flatnonzero(absent)
+        ask = life.asks.get(run.group)
+        if len(where):
+            stop = run.stop if stop_at_miss else run.start + int(where[-1]) + 1
+            ask = self._ask_for(run, run.start + int(where[0]), stop, life, now, since, stop_at_miss)
         if ask is None:
             return verdicts
         # The overlap of the run with what was asked; beyond it nothing is known and nothing hoped for.
@@ -222,24 +238,23 @@ class TieringManager(OffloadingManager):
     def _ask_for(
         self,
         run: KeyRun,
-        absent: np.ndarray[tuple[int], np.dtype[np.bool_]],
+        first: int,
+        stop: int,
         life: _Life,
         now: float,
         since: float,
         stop_at_miss: bool,
     ) -> _Ask | None:
-        """The life's question about this stretch: the standing one where it covers the first absent key."""
-        where = np.flatnonzero(absent)
+        """The life's question about chunks ``first .. stop - 1``: the standing one where it covers the first of them.
+
+        ``first`` is absent here.
+        """
         ask = life.asks.get(run.group)
-        if not len(where):
-            return ask
-        first = run.start + int(where[0])
         if ask is not None and (ask.covers(first) or not ask.answered):
             return ask
         if now >= since + self._lookup_wait_s or life.asks_made[run.group] >= MAX_ASKS_PER_GROUP:
             return ask
         life.asks_made[run.group] += 1
-        stop = run.stop if stop_at_miss else run.start + int(where[-1]) + 1
         if ask is not None:
             self._forget_answers(ask)
         ask = _Ask(life, run.part(first, stop), len(self.tiers))
@@ -340,13 +355,56 @@ class TieringManager(OffloadingManager):
             absent = absent[: len(slots)]
         if not absent:
             return StorePlan(None, settled)
-        reservation = self._reserve(TransferKind.STORE, context, run, np.array(absent, dtype=np.int64), slots, {})
+        chunks = np.array(absent, dtype=np.int64)
+        reservation = self._reserve(TransferKind.STORE, context, run, chunks, slots, {}, _Writer())
+        self._note_writing(slots, [reservation], now)
+        return StorePlan(reservation, settled)
+
+    def prepare_stores(self, offers: Sequence[tuple[KeyRun, ReqContext]], *, now: float) -> list[StorePlan]:
+        plans: list[StorePlan] = []
+        fresh: list[tuple[KeyRun, ReqContext]] = []
+        keys: set[bytes] = set()
+        for run, context in offers:
+            if self._is_fresh(run, keys) and (not fresh or run.group == fresh[0][0].group):
+                fresh.append((run, context))
+                keys.add(run.hashes[run.start])
+            else:
+                plans += self._reserve_fresh(fresh, now)
+                plans.append(self.prepare_store(run, context, now=now))
+                fresh, keys = [], set()
+        return plans + self._reserve_fresh(fresh, now)
+
+    def _is_fresh(self, run: KeyRun, keys: Collection[bytes]) -> bool:
+        """Whether all there is to an offer is one chunk that nobody has: what a decoding request fills.
+
+        Not where it is one of ``keys`` or extends one: what is about to be reserved must be found by it.
+        """
+        if len(run) > 1 or self.options.store_after > 1:
+            return False
+        key = run.hashes[run.start]
+        known = key in keys or (run.start > 0 and run.hashes[run.start - 1] in keys)
+        return not known and self.host.slot_state(run.group, key) is None
+
+    def _reserve_fresh(self, offers: list[tuple[KeyRun, ReqContext]], now: float) -> list[StorePlan]:
+        """Slots for single chunks of one group, none of which is there, in one go where there is room for all."""
+        runs = [run for run, _ in offers]
+        slots = self.host.reserve_all(runs) if len(offers) > 1 else None
+        if slots is None:
+            return [self.prepare_store(run, context, now=now) for run, context in offers]
+        chunks = np.array([run.start for run in runs], dtype=np.int64)
+        made = [
+            self._reserve(TransferKind.STORE, context, run, chunks[i : i + 1], slots[i : i + 1], {}, _Writer())
+            for i, (run, context) in enumerate(offers)
+        ]
+        self._allocations.observe(1, len(made))
+        self._note_writing(slots, made, now)
+        return [StorePlan(reservation, run.stop) for reservation, run in zip(made, runs, strict=True)]
+
+    def _note_writing(self, slots: Int64Array, reservations: Sequence[Reservation], now: float) -> None:
         self._brought_by[slots] = 0
         self._touched_at[slots] = now
-        writer = _Writer()
-        self._writers[slots] = writer
-        self._open[reservation.number].writer = writer
-        return StorePlan(reservation, settled)
+        for reservation in reservations:
+            self._writers[reservation.slots] = self._open[reservation.number].writer
 
     def complete_store(self, reservation: Reservation, success: bool, *, now: float, released: bool = True) -> None:
         opened = self._open.get(reservation.number)
@@ -358,13 +416,32 @@ class TieringManager(OffloadingManager):
             self._end_writing(opened.writer, reservation.slots)
             if success:
                 self.host.publish(reservation.slots)
-                self._note_stored(reservation.group, reservation.hashes)
-                self._cascade(reservation, now)
+                self._note_published(reservation, now)
             else:
                 self.host.abandon(reservation.slots)
                 self.counters["stores_failed"] += len(reservation.slots)
         if released:
             self.release(reservation)
+
+    def complete_stores(self, reservations: Sequence[Reservation], *, now: float) -> None:
+        opened = [self._open.get(reservation.number) for reservation in reservations]
+        if len(opened) < 2 or any(o is None or o.settled or o.outdated for o in opened):
+            super().complete_stores(reservations, now=now)
+            return
+        # The last reservation first: it ends up as the most recent one, as if it had come by itself.
+        slots = np.concatenate([reservation.slots for reservation in reversed(reservations)])
+        self._writers[slots] = None
+        for one in opened:
+            self._wake_waiters(one.writer if one else None)
+        self.host.publish(slots)
+        for reservation in reservations:
+            self._note_published(reservation, now)
+            del self._open[reservation.number]
+        self.host.unhold(slots)
+
+    def _note_published(self, reservation: Reservation, now: float) -> None:
+        self._note_stored(reservation.group, reservation.hashes)
+        self._cascade(reservation, now)
 
     def release(self, reservation: Reservation) -> None:
         if self._close(reservation):
@@ -403,12 +480,13 @@ class TieringManager(OffloadingManager):
         chunks: Int64Array,
         slots: Int64Array,
         origins: Mapping[str, int],
+        writer: _Writer | None = None,
     ) -> Reservation:
         first, stop = (int(chunks[0]), int(chunks[-1]) + 1) if len(chunks) else (0, 0)
         neighbours = stop - first == len(chunks)
         hashes = tuple(run.hashes[first:stop] if neighbours else [run.hashes[c] for c in chunks.tolist()])
         reservation = Reservation(self._number(), kind, context, run.group, hashes, chunks, slots, origins)
-        self._open[reservation.number] = _Open(reservation)
+        self._open[reservation.number] = _Open(reservation, writer)
         return reservation
 
     def _close(self, reservation: Reservation) -> bool:
@@ -421,6 +499,9 @@ class TieringManager(OffloadingManager):
     def _end_writing(self, writer: _Writer | None, slots: Int64Array) -> None:
         """Slots are no longer being written: those who wait for them look again."""
         self._writers[slots] = None
+        self._wake_waiters(writer)
+
+    def _wake_waiters(self, writer: _Writer | None) -> None:
         for life_number in writer.waiters if writer is not None else ():
             life = self._lives.get(life_number)
             if life is not None:
@@ -778,7 +859,8 @@ class TieringManager(OffloadingManager):
             self._namespace = self._namespace_of(generation)
 
     def take_events(self) -> Iterable[CacheEvent]:
-        self._note_evictions()
+        if self.host.evictions != self._evictions_noted:
+            self._note_evictions()
         if not self.options.events:
             return ()
         events = self._log.take()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any, Protocol
 
@@ -62,13 +63,20 @@ class Piece:
     column: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GroupPages:
     """The pages of one group on the device: block ids ``0 .. blocks - 1``, ``page_bytes`` each."""
 
     blocks: int
     page_bytes: int
     pieces: tuple[Piece, ...]
+
+    @cached_property
+    def columns(self) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+        """``address``, ``block_stride``, ``nbytes`` and ``column`` of all pieces."""
+        fields = [(p.address, p.block_stride, p.nbytes, p.column) for p in self.pieces]
+        address, stride, nbytes, column = np.array(fields, np.int64).T
+        return address, stride, nbytes, column
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,16 +309,15 @@ def runs(t: GroupTransfer, pages: GroupPages, part_offset: int, slot_stride: int
 
     Ordered as in the slot, block by block, so the host side is read and written front to back.
     """
-    column = np.array([p.column for p in pages.pieces], np.int64)
-    address = np.array([p.address for p in pages.pieces], np.int64)
-    stride = np.array([p.block_stride for p in pages.pieces], np.int64)
-    length = np.array([p.nbytes for p in pages.pieces], np.int64)
+    address, stride, length, column = pages.columns
     device = (address + t.block_ids[:, None] * stride).ravel()
     page = t.slots * slot_stride + part_offset + t.offsets * pages.page_bytes
     host = (page[:, None] + column).ravel()
     nbytes = np.tile(length, len(t.block_ids))
     if not len(nbytes):
         return Runs(device, host, nbytes)
-    joined = (np.diff(device) == nbytes[:-1]) & (np.diff(host) == nbytes[:-1])
+    joined = (device[1:] - device[:-1] == nbytes[:-1]) & (host[1:] - host[:-1] == nbytes[:-1])
+    if not np.count_nonzero(joined):
+        return Runs(device, host, nbytes)
     first = np.concatenate(([True], ~joined)).nonzero()[0]
     return Runs(device[first], host[first], np.add.reduceat(nbytes, first))

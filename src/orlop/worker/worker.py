@@ -26,7 +26,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from threading import Condition
+from threading import Condition, Lock
 from typing import Any
 
 from orlop.background import start_thread
@@ -42,8 +42,9 @@ REMEMBERED_JOBS = 16_384
 
 @dataclass(slots=True)
 class _Lane:
-    """One direction: what waits, in order of submission, and what is being copied."""
+    """One direction: what waits, in order of submission, and what is being copied; ``more`` wakes its thread."""
 
+    more: Condition
     waiting: deque[tuple[TransferJob, Any]] = field(default_factory=deque)
     copying: TransferJob | None = None
 
@@ -58,8 +59,9 @@ class CopyWorker(OffloadingWorker):
     def __init__(self, backend: CopyBackend, clock: Callable[[], float] = time.perf_counter) -> None:
         self._backend = backend
         self._clock = clock
-        self._changed = Condition()
-        self._lanes = {kind: _Lane() for kind in TransferKind}
+        lock = Lock()  # guards all that follows
+        self._ended = Condition(lock)
+        self._lanes = {kind: _Lane(Condition(lock)) for kind in TransferKind}
         self._open: dict[int, TransferJob] = {}
         self._finished: list[CopyResult] = []
         self._complaints: set[tuple[TransferKind, str]] = set()
@@ -74,26 +76,27 @@ class CopyWorker(OffloadingWorker):
         except Exception as e:
             self._refuse(job, f"{type(e).__name__}: {e}")
             return
-        with self._changed:
+        lane = self._lanes[job.kind]
+        with lane.more:
             if self._stopped:
                 self._finished.append(_failed(job, "the worker is shut down"))
                 return
             self._open[job.job_id] = job
-            self._lanes[job.kind].waiting.append((job, token))
-            self._changed.notify_all()
+            lane.waiting.append((job, token))
+            lane.more.notify()
 
     def _refuse(self, job: TransferJob, reason: str) -> None:
-        with self._changed:
+        with self._ended:
             self._finished.append(_failed(job, reason))
 
     def flush(self, job_ids: Collection[int]) -> float:
-        with self._changed:
+        with self._ended:
             needed = {j for j in job_ids if j in self._open and self._open[j].kind is TransferKind.STORE}
             if not needed:
                 return 0.0
             self._bring_forward(needed)
             start = self._clock()
-            self._changed.wait_for(lambda: needed.isdisjoint(self._open))
+            self._ended.wait_for(lambda: needed.isdisjoint(self._open))
             return self._clock() - start
 
     def _bring_forward(self, needed: set[int]) -> None:
@@ -102,27 +105,30 @@ class CopyWorker(OffloadingWorker):
         lane.waiting = deque(waiting)
 
     def get_finished(self) -> Sequence[CopyResult]:
-        with self._changed:
+        if not self._finished:  # as in most steps; what comes in this moment is there in the next
+            return ()
+        with self._ended:
             finished, self._finished = self._finished, []
         return finished
 
     def drain(self, deadline_s: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._open, deadline_s)
+        with self._ended:
+            return self._ended.wait_for(lambda: not self._open, deadline_s)
 
     def shutdown(self, deadline_s: float) -> None:
         """Both directions are drained, then stopped; what the deadline cuts off ends as failed.
 
         A copy that hangs keeps its thread: see ``let_go``.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: not self._open, deadline_s)
+        with self._ended:
+            self._ended.wait_for(lambda: not self._open, deadline_s)
             self._stopped = True
             for lane in self._lanes.values():
                 lane.waiting.clear()
+                lane.more.notify()
             self._finished += [_failed(job, "cut off by the shutdown") for job in self._open.values()]
             self._open.clear()
-            self._changed.notify_all()
+            self._ended.notify_all()
         if not any(lane.copying for lane in self._lanes.values()):
             for thread in self._threads:
                 thread.join()
@@ -130,7 +136,7 @@ class CopyWorker(OffloadingWorker):
     @property
     def let_go(self) -> bool:
         """Whether nothing is being copied: only then may tensors or the region be unmapped after a shutdown."""
-        with self._changed:
+        with self._ended:
             return not any(lane.copying for lane in self._lanes.values())
 
     # --- on the copy threads ---
@@ -139,15 +145,16 @@ class CopyWorker(OffloadingWorker):
         while (taken := self._take(lane)) is not None:
             job, token = taken
             result = self._copied(job, token)
-            with self._changed:
+            with self._ended:
                 lane.copying = None
                 if self._open.pop(job.job_id, None) is not None:
                     self._finished.append(result)
-                self._changed.notify_all()
+                self._ended.notify_all()
 
     def _take(self, lane: _Lane) -> tuple[TransferJob, Any] | None:
-        with self._changed:
-            self._changed.wait_for(lambda: lane.waiting or self._stopped)
+        with lane.more:
+            while not lane.waiting and not self._stopped:
+                lane.more.wait()
             if not lane.waiting:
                 return None
             taken = lane.waiting.popleft()
