@@ -21,6 +21,7 @@ from orlop.config import (
 )
 from orlop.core import KVGroup
 from orlop.errors import ConfigError
+from orlop.host.policies import BUILT_IN
 
 FILES = {"type": "files", "path": "/cache", "bytes": "1GB"}
 
@@ -171,6 +172,16 @@ def test_a_class_of_the_users_own_is_accepted_as_tier_and_as_policy() -> None:
     assert config.tiers[0].type == "my.stores:Tape"
     assert config.tiers[0].path is None
     assert config.host.policy == "my.policies:Random"
+
+
+@pytest.mark.parametrize("policy", sorted(BUILT_IN))
+def test_every_policy_is_one_for_host_memory_and_for_a_slab(policy: str) -> None:
+    disk = {"type": "disk", "path": "/a", "bytes": "1GB", "policy": policy}
+    config = load({"host": {"policy": policy}, "tiers": [disk]})
+    assert (config.host.policy, config.tiers[0].policy) == (policy, policy)
+    assert load({"eviction_policy": policy}).host.policy == policy
+    if policy != "lru":
+        assert "allowed: 'lru' for type 'files'" in refusal({"tiers": [FILES | {"policy": policy}]})
 
 
 def test_writing_on_eviction_is_known_but_not_there_yet() -> None:

@@ -35,8 +35,7 @@ from orlop.errors import ConfigError
 ENV_PREFIX = "ORLOP_"
 TIER_TYPES = ("disk", "files")
 TIER_TYPES_TO_COME = ("objects", "valkey")
-POLICIES = ("lru",)
-POLICIES_TO_COME = ("arc", "s3fifo", "sieve")
+POLICIES = ("lru", "arc", "s3fifo", "sieve")
 
 CHUNK_BYTES_WANTED = 512 * 1024
 CHUNK_TOKENS_AT_MOST = 256
@@ -132,7 +131,7 @@ def _named_or_class(value: object, known: Sequence[str], to_come: Sequence[str],
 
 
 def _parse_policy(value: object) -> str:
-    return _named_or_class(value, POLICIES, POLICIES_TO_COME, "policy")
+    return _named_or_class(value, POLICIES, (), "policy")
 
 
 def _parse_tier_policy(value: object) -> str:
@@ -223,7 +222,9 @@ class HostConfig(_Settings):
         description="size of the host tier, per engine, all its ranks together; unset: the smaller of a quarter "
         "of the memory limit and four device caches, at most half of what is free, at least four chunks",
     )
-    policy: Policy = Field(default="lru", description="who leaves when it is full: `lru`, or `module:Class`")
+    policy: Policy = Field(
+        default="lru", description="who leaves when it is full: `lru`, `arc`, `s3fifo`, `sieve`, or `module:Class`"
+    )
     store_after: Count = Field(default=1, description="store a chunk only when it is offered for the n-th time")
 
 
@@ -250,7 +251,9 @@ class TierConfig(_Settings):
     )
     store_after: Count = Field(default=1, description="keep a chunk only when it is offered for the n-th time")
     policy: Annotated[str, BeforeValidator(_parse_tier_policy)] = Field(
-        default="lru", description="who leaves when it is full: `lru`; a store of your own decides for itself"
+        default="lru",
+        description="who leaves when it is full: `lru`, for `disk` also `arc`, `s3fifo`, `sieve`; a store of your own "
+        "decides for itself",
     )
     required: StrictBool = Field(
         default=False, description="true: unreachable at start is an error, not an open breaker"

@@ -10,7 +10,10 @@ import pytest
 from orlop.core import Int64Array, KeyRun
 from orlop.errors import ConfigError, InvariantError
 from orlop.host.policies import EvictionPolicy, load_policy
+from orlop.host.policies.arc import ARC
 from orlop.host.policies.lru import LRU
+from orlop.host.policies.s3fifo import S3FIFO
+from orlop.host.policies.sieve import Sieve
 from orlop.host.tier import HostTier
 from orlop.testing.policies import PolicySuite
 
@@ -53,6 +56,21 @@ class TestLRU(PolicySuite):
         return LRU(slots)
 
 
+class TestARC(PolicySuite):
+    def build(self, slots: int) -> EvictionPolicy:
+        return ARC(slots)
+
+
+class TestS3FIFO(PolicySuite):
+    def build(self, slots: int) -> EvictionPolicy:
+        return S3FIFO(slots)
+
+
+class TestSieve(PolicySuite):
+    def build(self, slots: int) -> EvictionPolicy:
+        return Sieve(slots)
+
+
 class TestNewest(PolicySuite):
     def build(self, slots: int) -> EvictionPolicy:
         return Newest(slots)
@@ -71,11 +89,11 @@ def test_a_policy_of_the_users_is_found_by_module_and_class() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("lifo", r"found 'lifo', expected one of lru, or module:Class"),
+        ("lifo", r"found 'lifo', expected one of arc, lru, s3fifo, sieve, or module:Class"),
         ("", r"found ''"),
         (":Newest", r"module:Class"),
         ("no_such_module:Policy", r"importing 'no_such_module' .* failed"),
-        (f"{__name__}:Missing", r"has Careless, EvictionPolicy, LRU, Newest"),
+        (f"{__name__}:Missing", r"has ARC, Careless, EvictionPolicy, LRU, Newest, S3FIFO, Sieve"),
         (f"{__name__}:pytest", r"expected a subclass"),
         (f"{__name__}:EvictionPolicy", r"implements every abstract method"),
     ],

@@ -166,9 +166,10 @@ def test_removals_give_their_room_back(make: Make) -> None:
     assert list(store.scan()) == []
 
 
-def test_the_least_recently_used_goes_first_and_recency_survives_a_restart(make: Make) -> None:
+@pytest.mark.parametrize("policy", sorted(BUILT_IN))
+def test_what_was_used_longest_ago_goes_first_and_recency_survives_a_restart(make: Make, policy: str) -> None:
     clock, wall = Clock(), Clock(1e9)
-    settings = {"max_bytes": MIB, "clock": clock, "wall_clock": wall}
+    settings = {"max_bytes": MIB, "clock": clock, "wall_clock": wall, "policy": policy}
     store = make(**settings)
     number = 0
     while not store.stats().get("evicted_chunks"):

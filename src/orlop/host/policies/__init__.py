@@ -11,7 +11,12 @@ from importlib import import_module
 from orlop.errors import ConfigError
 from orlop.host.policies.base import EvictionPolicy
 
-BUILT_IN = {"lru": "orlop.host.policies.lru:LRU"}
+BUILT_IN = {
+    "lru": "orlop.host.policies.lru:LRU",
+    "arc": "orlop.host.policies.arc:ARC",
+    "s3fifo": "orlop.host.policies.s3fifo:S3FIFO",
+    "sieve": "orlop.host.policies.sieve:Sieve",
+}
 
 
 def load_policy(name: str, slots: int) -> EvictionPolicy:
