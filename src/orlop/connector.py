@@ -380,9 +380,7 @@ class OffloadingConnector:
     def _what_is_off(self) -> list[str]:
         off = []
         if self.config.tiers and not self.spec.persistent:
-            off.append(
-                f"tiers ({self.spec.volatile or 'nothing tells these weights apart from others: set weights_id'})"
-            )
+            off.append(f"tiers ({self._why_volatile})")
         if not self.config.offload_decode:
             off.append("chunks that generated tokens fill (offload_decode)")
         if not self.spec.prefix_caching:
@@ -392,14 +390,14 @@ class OffloadingConnector:
 
     def _persistent_tiers(self) -> tuple[TierConfig, ...]:
         if self.config.tiers and not self.spec.persistent:
-            log.warning(
-                "tiers are off: %s",
-                self.spec.volatile
-                or "the weights come from no file and nothing tells them apart from others; set weights_id to a name "
-                "for them",
-            )
+            log.warning("tiers are off: %s", self._why_volatile)
             return ()
         return self.config.tiers
+
+    @property
+    def _why_volatile(self) -> str:
+        """Why nothing of this engine may outlive it."""
+        return self.spec.volatile or "nothing tells these weights apart from others: set weights_id"
 
     def _open_tier(self, index: int, tier: TierConfig, region: HostRegion, fingerprint: Fingerprint) -> TierEntry:
         name = f"{index}:{tier.type}"
