@@ -427,16 +427,18 @@ class WorkerOutput:
     """What one rank has to say after a step (or several ranks, merged).
 
     ``finished_recving``: requests whose load has ended, well or badly; ``failed_recving``: the badly
-    ended ones among them; ``failed_block_ids``: the device blocks that these did not fill, or somebody else's loads.
+    ended ones among them; ``failed_block_ids``: the device blocks that these did not fill. ``invalid_block_ids``: those
+    that another connector was to fill before the step, and did not.
     """
 
     reports: tuple[JobReport, ...] = ()
     finished_recving: frozenset[str] = frozenset()
     failed_recving: frozenset[str] = frozenset()
     failed_block_ids: frozenset[int] = frozenset()
+    invalid_block_ids: frozenset[int] = frozenset()
 
     def __bool__(self) -> bool:
-        return bool(self.reports or self.finished_recving or self.failed_block_ids)
+        return bool(self.reports or self.finished_recving or self.invalid_block_ids)
 
 
 # --- tier jobs -----------------------------------------------------------------------------------------

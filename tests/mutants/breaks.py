@@ -125,7 +125,7 @@ BREAKS = (
     Break(
         "a failed load of somebody else is not heard of",
         SCHEDULER,
-        "        if output.failed_block_ids:\n",
+        "        if output.invalid_block_ids:\n",
         "        if not output:\n",
         CONTRACT + "test_stores_of_blocks_that_somebody_else_failed_to_fill_are_dropped_and_made_again",
     ),

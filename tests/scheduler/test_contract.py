@@ -340,7 +340,7 @@ def test_stores_of_blocks_that_somebody_else_failed_to_fill_are_dropped_and_made
     for _ in range(3):
         rig.runner.step()
     assert rig.device.stored_jobs
-    failed = WorkerOutput(failed_block_ids=frozenset(request.block_ids[0][1:2]))
+    failed = WorkerOutput(invalid_block_ids=frozenset(request.block_ids[0][1:2]))
     rig.scheduler.update_connector_output(failed, now=rig.clock.now)
     rig.unhold()
     rig.finish()

@@ -214,8 +214,8 @@ class OffloadingConnectorScheduler:
 
     def update_connector_output(self, output: WorkerOutput, *, now: float) -> None:
         """What ranks have completed or failed; may come late, repeated, or not at all."""
-        if output.failed_block_ids:
-            self._distrust(output.failed_block_ids)
+        if output.invalid_block_ids:
+            self._distrust(output.invalid_block_ids)
         stored: list[Job] = []
         for report in output.reports:
             job = self._jobs.get(report.job_id) or self._overdue.get(report.job_id)
@@ -575,7 +575,7 @@ class OffloadingConnectorScheduler:
             self.counters["fence_wait_seconds"] += report.fence_wait_s
 
     def _distrust(self, block_ids: Collection[int]) -> None:
-        """Blocks that somebody was to fill before a step, and did not: what is being stored of the lives that hold them
+        """Blocks that another was to fill before a step, and did not: what is being stored of the lives that hold them
         is not what its keys say. The engine computes those tokens again, and then they are offered again.
         """
         for state in self._req_status.values():

@@ -95,7 +95,7 @@ def worker_output(output: KVConnectorOutput) -> WorkerOutput:
         reports=said.reports if isinstance(said, Reports) else (),
         finished_recving=frozenset(output.finished_recving or ()),
         failed_recving=frozenset(output.failed_recving or ()),
-        failed_block_ids=frozenset(output.invalid_block_ids or ()),
+        invalid_block_ids=frozenset(output.invalid_block_ids or ()),
     )
 
 
