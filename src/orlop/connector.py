@@ -60,6 +60,8 @@ HELD = {"store_chunks", "store_bytes", "store_limit_bytes"}
 """What a store says of itself that the start line tells."""
 COUNT_TIMEOUT_S = 1.0
 """How long the start line waits for tiers that still look through what they hold."""
+FLUSH_PAUSE_S = 0.002
+"""Between two looks at a shutdown that writes what only host memory has."""
 LEAST_SLOTS = 4
 LEAST_LOOKUP_LIMIT_S = 5.0
 LEAST_MAX_RETIRED = 64
@@ -220,11 +222,25 @@ class OffloadingConnector:
         if self._worker_half is not None:
             self._worker_half.shutdown(deadline_s)
         if self._scheduler_half is not None:
-            now = self._clock()
-            self._scheduler_half.shutdown(now=now)
-            self._manager.shutdown(now=now, deadline_s=deadline_s)
+            deadline = self._clock() + deadline_s
+            self._scheduler_half.shutdown(now=self._clock())
+            while self._manager.flush(now=self._clock()) and self._clock() < deadline:
+                time.sleep(FLUSH_PAUSE_S)
+            self._manager.shutdown(now=self._clock(), deadline_s=max(0.0, deadline - self._clock()))
+            self._say_what_was_not_written()
         if self._region is not None:
             self._region.close()
+
+    def _say_what_was_not_written(self) -> None:
+        stats = self._manager.get_stats()
+        for name in (entry.tier.name for entry in self._manager.tiers):
+            if left := stats.get(f"chunks_unwritten {name}"):
+                log.warning(
+                    "tier %s: %d chunks were only in host memory when the drain deadline ended, and are lost; "
+                    "a longer drain_deadline, or write: 'through', keeps them",
+                    name,
+                    left,
+                )
 
     # --- joining the parts --------------------------------------------------------------------------------------
 
@@ -435,6 +451,7 @@ class OffloadingConnector:
         return TierEntry(
             runner,
             store=tier.write == "through",
+            evicted_bytes=max(1, tier.queue_bytes // 2) if tier.write == "evicted" else 0,
             store_after=tier.store_after,
             lookup_s=tier.deadline.lookup_s,
             promotion_s=tier.deadline.promotion_s,

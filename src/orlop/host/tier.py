@@ -148,6 +148,20 @@ class HostTier:
             SlotState.RETIRED: books.retired,
         }
 
+    def coming(self, n: int) -> list[int]:
+        """The slots of READY chunks that would leave next, ``n`` at most, about in that order; nothing changes."""
+        return self._books.leaving(self._policy.coming(n), n)
+
+    def ready_among(self, slots: Int64Array) -> Int64Array:
+        """Those of ``slots`` that are READY."""
+        ready: Int64Array = slots[self._books.state[slots] == READY]
+        return ready
+
+    def chunks_in(self, slots: Int64Array) -> Iterator[tuple[int, Int64Array, list[bytes]]]:
+        """Per group those of ``slots`` that are READY, and the hashes of what they hold."""
+        for group, part in self._by_group(self.ready_among(slots)):
+            yield group, part, self._keys_of(part.tolist())
+
     # --- coming in ------------------------------------------------------------------------------------
 
     def room_for(self, n: int) -> bool:
@@ -332,7 +346,8 @@ class HostTier:
                     left = reasons_of[parent] - 1
                     reasons_of[parent] = left
                     if left:
-                        policy.inherit(parent, slot)
+                        if self._books.state[parent] == READY:  # not while it is written once more
+                            policy.inherit(parent, slot)
                     else:
                         joined += 1
                         joins = parent

@@ -116,8 +116,13 @@ class ARC(EvictionPolicy):
         self._line.mark(parent, self._side_of[parent])
         return self.pop()
 
+    def coming(self, n: int) -> Sequence[int]:
+        over = self._count[T1] > self.share
+        once, again = self._line.slots_with(T1), self._line.slots_with(T2)
+        return (once + again if over else again + once)[:n]
+
     def candidates(self) -> Collection[int]:
-        return self._line.slots_with((T1, T2))
+        return self.coming(self.slots)
 
     def _leave(self, place: int, side: int) -> int:
         slot = self._line.take_at(place)

@@ -133,6 +133,12 @@ class S3FIFO(EvictionPolicy):
         self._set_offered(parent, 1)
         return self.pop()
 
+    def coming(self, n: int) -> Sequence[int]:
+        marks = (SMALL_LEAVES, MAIN_LEAVES, MAIN_STAYS, SMALL_MOVES)
+        if self._small < self._small_most:
+            marks = (MAIN_LEAVES, MAIN_STAYS, SMALL_LEAVES, SMALL_MOVES)
+        return [slot for mark in marks for slot in self._line.slots_with(mark) if self._offered[slot]][:n]
+
     def candidates(self) -> Collection[int]:
         found: list[int] = np.flatnonzero(self._offers).tolist()
         return found

@@ -75,8 +75,13 @@ class Sieve(EvictionPolicy):
             return line.take_at(place)
         return super().replace(parent, child)
 
+    def coming(self, n: int) -> Sequence[int]:
+        line, marks = self._line, (CANDIDATE, CANDIDATE | USED)
+        stretches = ((line.hand, line.end), (0, line.hand))
+        return [s for mark in marks for a, b in stretches for s in line.slots_with(mark, a, b)][:n]
+
     def candidates(self) -> Collection[int]:
-        return self._line.slots_with((CANDIDATE, CANDIDATE | USED))
+        return self.coming(self.slots)
 
     def _pass(self, place: int) -> None:
         """The hand goes on to a place, and those between lose their bit."""
