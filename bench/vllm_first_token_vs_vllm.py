@@ -7,13 +7,13 @@ is void), a file that outlives the run.
 
     python bench/vllm_first_token_vs_vllm.py [--short]
 
-Method: vLLM without a connector, with OrlopConnector, and with LMCacheMPConnector over LMCache's server, each in a
-process of its own over one seeded float32 checkpoint, with the same prompts, threads, device cache, chunks of at most
-256 tokens and room in host memory for everything. In each round each of them, in turn, is asked a new prompt (cold),
-then two others that push it out of the device's cache, then the first again (host). Then all are ended, LMCache's
-server too; files are synced and their pages dropped from the system's cache (cold), and new ones are asked the same
-prompts (disk). Ours reads with direct I/O where the disk can, LMCache is told to. The time is that from the request to
-its only token, in vLLM's own loop.
+Method: vLLM without a connector, with OrlopConnector over files and over the slab, and with LMCacheMPConnector over
+LMCache's server, each in a process of its own over one seeded float32 checkpoint, with the same prompts, threads,
+device cache, chunks of at most 256 tokens and room in host memory for everything. In each round each of them, in turn,
+is asked a new prompt (cold), then two others that push it out of the device's cache, then the first again (host). Then
+all are ended, LMCache's server too; files and slab are synced and their pages dropped from the system's cache (cold),
+and new ones are asked the same prompts (disk). Ours reads both with direct I/O where the disk can, LMCache is told to.
+The time is that from the request to its only token, in vLLM's own loop.
 
 A first prompt that is not counted warms every process up.
 """
@@ -49,7 +49,9 @@ SIZES = {
     "num_key_value_heads": 8,
     "head_dim": 64,
 }
-RECOMPUTE, OURS, LMCACHE = "no connector", "Orlop", "LMCache"
+RECOMPUTE, LMCACHE = "no connector", "LMCache"
+OURS = {"files": "Orlop over files", "disk": "Orlop over the slab"}
+"""By the name of the tier below host memory."""
 PATIENCE_S = 180.0
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -224,8 +226,8 @@ def free_port() -> int:
 class Bench:
     """The engines of a phase, over the same folders in each."""
 
-    def __init__(self, folder: Path, tier: str, lmcache: Path | None) -> None:
-        self._folder, self._tier, self._lmcache = folder, tier, lmcache
+    def __init__(self, folder: Path, tiers: Sequence[str], lmcache: Path | None) -> None:
+        self._folder, self._tiers, self._lmcache = folder, tiers, lmcache
         sys.path.insert(0, str(ROOT / "tests" / "vllm"))
         import vllm_models
 
@@ -233,7 +235,8 @@ class Bench:
 
     def start(self, stack: ExitStack) -> dict[str, Engine]:
         """One engine a way, warm."""
-        engines = {RECOMPUTE: self._engine(stack, sys.executable, None), OURS: self._ours(stack)}
+        engines = {RECOMPUTE: self._engine(stack, sys.executable, None)}
+        engines |= {OURS[tier]: self._ours(stack, tier) for tier in self._tiers}
         if self._lmcache is not None:
             server = stack.enter_context(LMCacheServer(self._lmcache, self._folder / "lmcache", self._log))
             extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": server.port}
@@ -243,9 +246,9 @@ class Bench:
             engine.ask(warm_up)
         return engines
 
-    def _ours(self, stack: ExitStack) -> Engine:
-        tier = {"path": str(self._folder / "orlop"), "bytes": "8GB"}
-        return self._engine(stack, sys.executable, connector("OrlopConnector", {"host": "4GB", self._tier: tier}))
+    def _ours(self, stack: ExitStack, tier: str) -> Engine:
+        where = {"path": str(self._folder / tier), "bytes": "8GB"}
+        return self._engine(stack, sys.executable, connector("OrlopConnector", {"host": "3GB", tier: where}))
 
     def _engine(self, stack: ExitStack, python: str, transfer: dict[str, Any] | None) -> Engine:
         return stack.enter_context(Engine(python, self._model, transfer, self._log))
@@ -265,7 +268,7 @@ class Bench:
         return sum(f.stat().st_mtime_ns + f.stat().st_size for f in self._files())
 
     def _files(self) -> list[Path]:
-        return [f for way in ("orlop", "lmcache") for f in (self._folder / way).rglob("*") if f.is_file()]
+        return [f for way in (*OURS, "lmcache") for f in (self._folder / way).rglob("*") if f.is_file()]
 
     def drop_pages(self) -> None:
         """Nothing of the tiers' files stays in the system's page cache."""
@@ -344,7 +347,7 @@ def table(times: Times) -> None:
     for (way, place), values in times.items():
         if place == "again":
             continue
-        beside = times.get((LMCACHE, place)) if way == OURS else None
+        beside = times.get((LMCACHE, place)) if way in OURS.values() else None
         print(
             f"{way + ', ' + place:<34}{shown(values):<26}{ratio(values, recompute):<16}"
             f"{ratio(values, beside) if beside else '-'}"
@@ -354,7 +357,7 @@ def table(times: Times) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--tier", choices=("files", "disk"), default="files", help="of ours; LMCache's is files")
+    parser.add_argument("--tier", choices=(*OURS, "both"), default="both", help="of ours; LMCache's is files")
     parser.add_argument("--lmcache", type=Path, default=ROOT / ".venv-lmcache" / "bin" / "python")
     parser.add_argument("--short", action="store_true", help="two rounds")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
@@ -364,9 +367,10 @@ def main() -> None:
         serve(options.serve, options.transfer)
         return
     rounds = 2 if options.short else options.rounds
+    tiers = tuple(OURS) if options.tier == "both" else (options.tier,)
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {time.strftime('%F')}\n"
-        f"{rounds} rounds, {PROMPT_TOKENS} tokens, a thread each; below host memory: {options.tier}, its pages cold"
+        f"{rounds} rounds, {PROMPT_TOKENS} tokens, a thread each; tiers below host memory with cold pages"
     )
     lmcache = options.lmcache if options.lmcache.exists() else None
     if lmcache is None:
@@ -374,7 +378,7 @@ def main() -> None:
     for peer in (lmcache, None) if lmcache else (None,):
         with tempfile.TemporaryDirectory(prefix="orlop-bench-") as folder:
             try:
-                table(measure(Bench(Path(folder), options.tier, peer), rounds))
+                table(measure(Bench(Path(folder), tiers, peer), rounds))
                 return
             except Failed as failure:
                 if peer is None:

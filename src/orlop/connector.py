@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from orlop.config import OrlopConfig, TierConfig, default_host_bytes
@@ -149,7 +150,7 @@ class OffloadingConnector:
         """Tokens of the load that ``update_state_after_alloc`` has just planned, by the tier that had them."""
         return self._scheduler.load_origins(request)
 
-    @property
+    @cached_property
     def chunk_tokens(self) -> tuple[int, ...]:
         """Tokens of a chunk, by group."""
         geometry = self._scheduler.geometry

@@ -313,6 +313,25 @@ def test_fence_for_blocks_that_somebody_else_fills(async_scheduling: bool) -> No
     rig.finish()
 
 
+@pytest.mark.fault("B169")
+def test_what_somebody_else_has_not_filled_yet_is_not_stored(async_scheduling: bool) -> None:
+    """An engine counts tokens as computed while another connector still loads them; here their request is aborted."""
+    rig = make_rig(async_scheduling=async_scheduling)
+    other = rig.runner.add(PROMPT)
+    now = rig.clock.now
+    assert rig.scheduler.get_num_new_matched_tokens(other, 0, now=now) == (0, False)
+
+    class Handed:
+        def get_block_ids(self) -> tuple[list[int], ...]:
+            return ([1, 2, 3, 4],)
+
+    rig.scheduler.update_state_after_alloc(other, Handed(), 0, now=now)
+    other.num_computed_tokens = 12
+    rig.runner.abort(other.request_id)
+    rig.finish()
+    assert rig.device.stored_jobs == []
+
+
 def test_prefix_hits_are_no_reason_for_a_fence(async_scheduling: bool) -> None:
     rig = make_rig(async_scheduling=async_scheduling)
     rig.device.crank_chance = 0.0

@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a small checkpoint by its kind: ``llama`` or ``gemma``; made once."""
+    """The folder of a small checkpoint by its kind: ``llama``, ``gemma`` or ``blip2``; made once."""
     import vllm_models
 
     made: dict[str, Path] = {}

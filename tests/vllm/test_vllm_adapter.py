@@ -362,6 +362,63 @@ def test_weights_that_nothing_tells_apart_turn_tiers_off(make_config: Callable[.
     assert said_of(make_config(enable_lora=True), weights_id="base-1-tuned-2")[1] is None
 
 
+# --- keys --------------------------------------------------------------------------------------------
+
+
+def keys_of(*images: tuple[str, int], **request: Any) -> tuple[bytes, ...]:
+    """Keys of the chunks, of two blocks each, of 256 equal tokens with ``images`` (hash and position, 32 tokens each),
+    by vLLM's own hashing."""
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256_cbor
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    from orlop.core import NO_SALT, Geometry, KVGroup, ReqContext
+    from orlop.scheduler.request import RequestState
+
+    init_none_hash(sha256_cbor)
+    features = [MultiModalFeatureSpec(None, "image", name, PlaceholderRange(at, 32)) for name, at in images]
+    hasher = get_request_block_hasher(16, sha256_cbor)
+    made = Request("r", [9] * 256, SamplingParams(), None, mm_features=features, block_hasher=hasher, **request)
+    state = RequestState(made, ReqContext(1, "r", NO_SALT), Geometry((KVGroup(0, 16, None, ("layer",)),), 16, 2))
+    state.learn_keys()
+    (group,) = state.groups
+    assert len(group.hashes) == 8
+    return tuple(group.hashes)
+
+
+@pytest.mark.fault("B211")
+def test_every_image_has_keys_of_its_own_from_where_it_stands() -> None:
+    names = [f"{n:060x}beef" for n in range(300)]
+    chains = [keys_of((name, 64)) for name in names]
+    assert len({chain[:2] for chain in chains}) == 1, "what lies before the image is shared"
+    for chunk in range(2, 8):
+        assert len({chain[chunk] for chain in chains}) == 300, "images whose hashes end alike share a key"
+
+
+@pytest.mark.fault("B211")
+def test_an_image_elsewhere_swapped_salted_or_under_an_adapter_has_other_keys() -> None:
+    from vllm.lora.request import LoRARequest
+
+    first, second = "a" * 64, "b" * 64
+    chains = [
+        keys_of(),
+        keys_of((first, 64)),
+        keys_of((first, 65)),
+        keys_of((first, 96)),
+        keys_of((first, 64), (second, 128)),
+        keys_of((second, 64), (first, 128)),
+        keys_of((first, 64), cache_salt="alice"),
+        keys_of((first, 64), cache_salt="bob"),
+        keys_of((first, 64), lora_request=LoRARequest("tuned", 1, "/nowhere")),
+    ]
+    assert len({chain[-1] for chain in chains}) == len(chains)
+    assert keys_of((first, 64)) == chains[1]
+    salted = chains[6:]
+    assert len({chain[0] for chain in [chains[0], *salted]}) == 1 + len(salted), "a salt and an adapter count from 0"
+
+
 # --- stats -----------------------------------------------------------------------------------------------
 
 

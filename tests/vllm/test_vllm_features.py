@@ -178,6 +178,38 @@ def test_through_vllms_multi_connector_several_groups_are_offloaded(
         assert loaded(made) > 0
 
 
+@pytest.mark.fault("B211")
+def test_images_keep_to_themselves(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Two images before the same text, over a restart too: one's KV is never served for the other."""
+    import numpy as np
+    from PIL import Image
+
+    prompt, model = text(random.Random(10), 150), checkpoint("blip2")
+    images = [
+        Image.fromarray(np.random.default_rng(seed).integers(0, 256, (56, 56, 3), dtype=np.uint8)) for seed in (1, 2)
+    ]
+
+    def ask(made: Engine, image: Image.Image, **how: Any) -> tuple[Answer, float]:
+        before = loaded(made) if made.connector else 0.0
+        req_id = made.add(prompt, multi_modal_data={"image": image}, **how)
+        answer = made.finish()[req_id]
+        made.settle()
+        made.forget_device()
+        return answer, loaded(made) - before if made.connector else 0.0
+
+    with engine(model, enable_prefix_caching=False) as plain:
+        right = [ask(plain, image)[0] for image in images]
+    assert right[0].tokens != right[1].tokens, "the model looks at its image"
+    settings = {"host": "64MB", "files": {"path": str(tmp_path / "files"), "bytes": "1GB"}}
+    asked = [(0, {}, 0), (0, {}, 128), (1, {}, 0), (0, {}, 128), (1, {}, 128), (1, {"cache_salt": "alice"}, 0)]
+    for number, plan in enumerate((asked, [(1, {}, 128), (0, {}, 128), (0, {"cache_salt": "alice"}, 0)])):
+        with engine(model, settings) as made:
+            for which, how, hit in plan:
+                answer, tokens = ask(made, images[which], **how)
+                assert_same(answer, right[which], f"image {which}")
+                assert tokens == hit, f"image {which}, {how}, engine {number}"
+
+
 @pytest.mark.fault("B209")
 def test_adapters_keep_to_themselves(
     checkpoint: Callable[[str], Path], tmp_path: Path, orlop_log: pytest.LogCaptureFixture

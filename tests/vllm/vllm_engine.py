@@ -135,7 +135,7 @@ class Engine:
     def settle(self) -> None:
         """Step on until every transfer is, as vLLM's own loop does."""
         deadline = time.monotonic() + PATIENCE_S
-        while self.connector.has_pending_push_work() or self.scheduler.requests:
+        while (self.connector and self.connector.has_pending_push_work()) or self.scheduler.requests:
             self.core.step_fn()
             assert time.monotonic() < deadline, "transfers do not settle"
         self.check()

@@ -14,6 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 VOCABULARY = 320
 MODEL_TOKENS = 4096
+IMAGE_TOKEN, IMAGE_TOKENS = 7, 16
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -47,6 +48,30 @@ def make_gemma(folder: Path, seed: int = 7, window: int = 256) -> Path:
     kinds = ["sliding_attention", "full_attention"]
     config = Gemma3TextConfig(**_SIZES, sliding_window=window, layer_types=kinds, query_pre_attn_scalar=32)
     return _save(Gemma3ForCausalLM, config, folder, seed)
+
+
+def make_blip2(folder: Path, seed: int = 7) -> Path:
+    """A small OPT behind a small vision tower: a prompt with an image begins with ``IMAGE_TOKENS`` places for it."""
+    from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
+    from transformers.models.blip_2.configuration_blip_2 import Blip2Config
+    from transformers.models.blip_2.modeling_blip_2 import Blip2ForConditionalGeneration
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    words = {"vocab_size": VOCABULARY, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": MODEL_TOKENS}
+    config = Blip2Config(
+        vision_config={**sizes, "image_size": 56, "patch_size": 14},
+        qformer_config={**sizes, "encoder_hidden_size": 32, "vocab_size": VOCABULARY},
+        text_config={"model_type": "opt", **words, **heads, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+        num_query_tokens=IMAGE_TOKENS,
+        image_token_index=IMAGE_TOKEN,
+    )
+    _save(Blip2ForConditionalGeneration, config, folder, seed)
+    BlipImageProcessorPil(size={"height": 56, "width": 56}).save_pretrained(folder)
+    (folder / "processor_config.json").write_text(
+        json.dumps({"processor_class": "Blip2Processor", "num_query_tokens": IMAGE_TOKENS})
+    )
+    return folder
 
 
 def make_adapter(folder: Path, rank: int = 8) -> Path:
@@ -88,12 +113,12 @@ def _save(model_class: Any, config: Any, folder: Path, seed: int) -> Path:
 
 
 def _tokenizer() -> Any:
-    """``w4`` ... ``w319`` are words, and so are tokens."""
+    """``w8`` ... ``w319`` are words, and so are tokens."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
 
-    names = ["<pad>", "<s>", "</s>", "<unk>", "user", "assistant", "system"]
+    names = ["<pad>", "<s>", "</s>", "<unk>", "user", "assistant", "system", "<image>"]
     names += [f"w{n}" for n in range(len(names), VOCABULARY)]
     tokenizer = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()

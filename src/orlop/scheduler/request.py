@@ -100,7 +100,7 @@ class RequestState:
         """Time of the first ask that was told to come again; None where none was."""
         # Loads.
         self.load_base: int | None = None
-        """Tokens below which the device holds real KV while a load is in flight or has failed."""
+        """Tokens below which the device holds real KV while a load, or somebody else's, is in flight or has failed."""
         self.load_failed = False
         self.load_origins: Mapping[str, int] = {}
         self.waited_for_load: int | None = None

@@ -148,6 +148,7 @@ class OffloadingConnectorScheduler:
         state.forget_answer()
         block_ids = blocks.get_block_ids()
         self._take_blocks(state, block_ids, state.asked_computed)
+        state.load_base = state.asked_computed  # with 0 tokens too: another connector may be loading the rest
         if state.queried:
             state.queried = False
             self._count_query(state)
@@ -461,7 +462,6 @@ class OffloadingConnectorScheduler:
         job = self._new_job(TransferKind.LOAD, state, tuple(reservations), transfers, math.inf)
         for reservation, loading in zip(reservations, self._chunks_being_loaded, strict=True):
             loading.update(dict.fromkeys(reservation.hashes, job.job_id))
-        state.load_base = on_device
         # By the group that has most to load: the others lack what lies before their windows.
         widest = max(reservations, key=lambda r: len(r.slots) * self.geometry.chunk_tokens(r.group))
         state.load_origins = self._origins(widest, num_external_tokens)

@@ -101,7 +101,8 @@ class OrlopConnector(KVConnectorBase_V1, SupportsHMA):
         return translate.StepMessage(self._half.build_connector_meta(scheduler_output))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._half.update_connector_output(translate.worker_output(connector_output))
+        if output := translate.worker_output(connector_output):
+            self._half.update_connector_output(output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._half.request_finished(request)

@@ -49,6 +49,7 @@ Latent attention would do as well, but on CPUs vLLM computes it over whole promp
 """
 
 DISK_TIERS = ("files", "disk")
+NOTHING = WorkerOutput()
 
 
 # --- messages in vLLM's envelopes ---------------------------------------------------------------------
@@ -74,6 +75,8 @@ class Reports(KVConnectorWorkerMetadata):
 
 def transfer_results(output: WorkerOutput) -> KVConnectorTransferResults:
     """One rank's ended loads. Failures go by request: by block ids vLLM takes them for one KV group only."""
+    if not output:
+        return KVConnectorTransferResults()
     return KVConnectorTransferResults(
         finished_recving=set(output.finished_recving), failed_recving=set(output.failed_recving)
     )
@@ -84,8 +87,10 @@ def reports_of(output: WorkerOutput) -> Reports | None:
 
 
 def worker_output(output: KVConnectorOutput) -> WorkerOutput:
-    """What all ranks said in one step, merged by vLLM."""
+    """What all ranks said in one step, merged by vLLM. Beside other connectors its requests may be theirs."""
     said = output.kv_connector_worker_meta
+    if not (isinstance(said, Reports) or output.finished_recving):
+        return NOTHING
     return WorkerOutput(
         reports=said.reports if isinstance(said, Reports) else (),
         finished_recving=frozenset(output.finished_recving or ()),

@@ -36,6 +36,7 @@ from orlop.worker.base import CopyBackend, CopyResult, OffloadingWorker
 
 log = logging.getLogger(__name__)
 
+NOTHING = WorkerOutput()
 REMEMBERED_JOBS = 16_384
 """Job ids kept to recognise a job that comes again in a later message."""
 
@@ -219,6 +220,8 @@ class OffloadingConnectorWorker:
         """
         self._submit_stores(self._after_compute)
         self._after_compute = []
+        if not meta:
+            return
         self._doomed.update(job_id for job_id in meta.loads_to_fail if job_id in self._loads)
         flushed = set(meta.jobs_to_flush)
         self._submit_stores(j for j in meta.store_jobs if not j.after_compute or j.job_id in flushed)
@@ -239,8 +242,9 @@ class OffloadingConnectorWorker:
 
     def wait_for_save(self, meta: OffloadingConnectorMetadata) -> None:
         """After the forward was launched: submit the stores of what it computes. Returns at once."""
-        self._submit_stores([*self._after_compute, *meta.store_jobs])
-        self._after_compute = []
+        if self._after_compute or meta.store_jobs:
+            self._submit_stores([*self._after_compute, *meta.store_jobs])
+            self._after_compute = []
 
     def get_finished(self) -> WorkerOutput:
         """What ended since the last call.
@@ -251,7 +255,7 @@ class OffloadingConnectorWorker:
         """
         results = self._worker.get_finished()
         if not results:
-            return WorkerOutput()
+            return NOTHING
         reports = tuple(self._report(r) for r in results)
         ended = [job for r in reports if (job := self._loads.pop(r.job_id, None)) is not None]
         ok = {r.job_id: r.ok for r in reports}
