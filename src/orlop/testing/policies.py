@@ -142,14 +142,16 @@ class PolicySuite:
             tier.touch(run)
 
     def test_a_child_may_leave_while_its_parent_is_written_once_more(self) -> None:
-        tier = HostTier(3, self.build(3))
-        run, other, third = _conversation("a", 2), _conversation("b", 2), _conversation("c", 3)
+        tier = HostTier(4, self.build(4))
+        run, other, third, older = (_conversation(n, k) for n, k in (("a", 2), ("b", 3), ("c", 4), ("d", 1)))
+        _store(tier, older)
         _store(tier, run)
         tier.discard(0, run.hashes[:1])
+        tier.discard(0, older.hashes)  # its slot is the parent's then
         parent = tier.reserve(run, [0])
         assert parent is not None
         _store(tier, other)
-        assert tier.ready_prefix(other) == 2, "the child has made room"
+        assert tier.ready_prefix(other) == 3, "the child has made room"
         tier.publish(parent)
         tier.unhold(parent)
         for later in (third, run, other, third):
