@@ -301,3 +301,16 @@ def test_a_restart_finds_what_was_only_in_host_memory(tmp_path: Path, kind: str)
         assert not stats.get(f"chunks_cascaded 0:{kind}")
     with Engine(tmp_path, "second", FULL_GROUPS, 1, tier=tier) as engine:
         assert engine.serve(prompt).was_external == 40
+
+
+@pytest.mark.parametrize("kind", ["disk", "files"])
+def test_what_has_left_a_real_host_memory_comes_back_from_a_real_tier(tmp_path: Path, kind: str) -> None:
+    tier = {"type": kind, "path": str(tmp_path), "bytes": "4MiB", "write": "evicted", "deadline": dict(PATIENT)}
+    host = {"host": {"bytes": SLOTS * 4096}}
+    with Engine(tmp_path, "small", FULL_GROUPS, 1, tier=tier, settings=host) as engine:
+        prompts = [list(range(1000 * i, 1000 * i + 41)) for i in range(1, 26)]
+        for prompt in prompts:
+            engine.serve(prompt)
+        assert engine.stats()["host_evictions"] > 24
+        assert engine.stats()[f"evictions_unwritten 0:{kind}"] == 0
+        assert [engine.serve(prompt).was_external for prompt in prompts] == [40] * 25

@@ -147,9 +147,9 @@ class WriteBack:
             return
         self._filled = 0
         free = self._host.counts()[SlotState.FREE]
-        coming = self._host.coming(self._reserve - free) if free < self._reserve else []
+        coming = np.array(self._host.coming(self._reserve - free) if free < self._reserve else (), np.int64)[::-1]
         for tier, bit in self._bits.items():
-            self._next[tier] = [slot for slot in reversed(coming) if self._lacks[slot] & bit]
+            self._next[tier] = coming[(self._lacks[coming] & bit) != 0].tolist()
 
     def _lacking(self, tier: int) -> Int64Array:
         lacking: Int64Array = np.flatnonzero(self._lacks & self._bits[tier])

@@ -117,9 +117,9 @@ class ARC(EvictionPolicy):
         return self.pop()
 
     def coming(self, n: int) -> Sequence[int]:
-        over = self._count[T1] > self.share
-        once, again = self._line.slots_with(T1), self._line.slots_with(T2)
-        return (once + again if over else again + once)[:n]
+        sides = (T1, T2) if self._count[T1] > self.share else (T2, T1)
+        found: list[int] = np.concatenate([self._line.slots_with(side) for side in sides])[:n].tolist()
+        return found
 
     def candidates(self) -> Collection[int]:
         return self.coming(self.slots)

@@ -105,10 +105,10 @@ class Line:
         found: Int64Array = self._slots[start:stop][self.mark_at[start:stop] == mark][::-1]
         return found
 
-    def slots_with(self, mark: int, start: int = 0, stop: int | None = None) -> list[int]:
+    def slots_with(self, mark: int, start: int = 0, stop: int | None = None) -> Int64Array:
         """The slots with a mark in a stretch of places, the oldest first."""
         stretch = slice(start, self.end if stop is None else stop)
-        found: list[int] = self._slots[stretch][self.mark_at[stretch] == mark].tolist()
+        found: Int64Array = self._slots[stretch][self.mark_at[stretch] == mark]
         return found
 
     def _close_holes(self) -> None:

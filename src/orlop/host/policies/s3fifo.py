@@ -137,7 +137,9 @@ class S3FIFO(EvictionPolicy):
         marks = (SMALL_LEAVES, MAIN_LEAVES, MAIN_STAYS, SMALL_MOVES)
         if self._small < self._small_most:
             marks = (MAIN_LEAVES, MAIN_STAYS, SMALL_LEAVES, SMALL_MOVES)
-        return [slot for mark in marks for slot in self._line.slots_with(mark) if self._offered[slot]][:n]
+        slots = np.concatenate([self._line.slots_with(mark) for mark in marks])
+        found: list[int] = slots[self._offers[slots] != 0][:n].tolist()
+        return found
 
     def candidates(self) -> Collection[int]:
         found: list[int] = np.flatnonzero(self._offers).tolist()

@@ -78,7 +78,9 @@ class Sieve(EvictionPolicy):
     def coming(self, n: int) -> Sequence[int]:
         line, marks = self._line, (CANDIDATE, CANDIDATE | USED)
         stretches = ((line.hand, line.end), (0, line.hand))
-        return [s for mark in marks for a, b in stretches for s in line.slots_with(mark, a, b)][:n]
+        slots = [line.slots_with(mark, start, stop) for mark in marks for start, stop in stretches]
+        found: list[int] = np.concatenate(slots)[:n].tolist()
+        return found
 
     def candidates(self) -> Collection[int]:
         return self.coming(self.slots)
