@@ -92,6 +92,14 @@ def test_the_next_victims_are_clean_and_the_others_are_not_written() -> None:
     assert len(written(tier)) <= manager.host.evictions + RESERVE
 
 
+def test_slots_that_are_not_ready_for_use_yet_are_no_reserve() -> None:
+    rig, manager, tier = make(usable=SLOTS // 2)
+    for i in range(8):
+        rig.store(filler(i, 4))
+    assert manager.host.evictions == 0
+    assert len(written(tier)) >= RESERVE // 2
+
+
 def test_what_stays_in_use_is_never_written() -> None:
     rig, _, tier = make()
     keys = keys_of(rig, PROMPT)

@@ -67,6 +67,11 @@ class HostTier:
         return self._books.usable
 
     @property
+    def free(self) -> int:
+        """Slots that can be had without an eviction."""
+        return len(self._books.free)
+
+    @property
     def leased(self) -> int:
         """Slots with at least one lease."""
         return self._books.leased

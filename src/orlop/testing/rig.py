@@ -134,13 +134,15 @@ def make_tiered_rig(
     tiers: int = 1,
     auto: bool = True,
     policy: str = "lru",
+    usable: int | None = None,
     entry: dict[str, Any] | None = None,
     tiering: dict[str, Any] | None = None,
     **rig: Any,
 ) -> Rig:
     """A Rig over the real host tier and TieringManager, with ``tiers`` ManualTiers below.
 
-    ``entry``: settings of each TierEntry; ``tiering``: fields of TieringOptions.
+    ``usable``: slots that are ready for use (None: all). ``entry``: settings of each TierEntry; ``tiering``: fields of
+    TieringOptions.
     """
     made: list[ManualTier] = []
 
@@ -149,7 +151,11 @@ def make_tiered_rig(
         entries = [TierEntry(tier, **(entry or {})) for tier in made]
         options = TieringOptions((4096,) * len(geometry.groups), **(tiering or {}))
         return TieringManager(
-            HostTier(slots, load_policy(policy, slots)), entries, plain_namespace, FIRST_GENERATION, options
+            HostTier(slots, load_policy(policy, slots), usable=usable),
+            entries,
+            plain_namespace,
+            FIRST_GENERATION,
+            options,
         )
 
     plain = make_rig(geometry, manager, **rig)

@@ -25,7 +25,7 @@ import numpy as np
 
 from orlop.core import NO_SALT, Int64Array
 from orlop.errors import InvariantError
-from orlop.host.tier import HostTier, SlotState
+from orlop.host.tier import HostTier
 
 RESERVE_SHARE, MOST_RESERVE = 4, 4096
 """The next victims that should be clean: so large a part of the slots, and so many, at most."""
@@ -146,7 +146,7 @@ class WriteBack:
         if self._ends or self._filled * LOOKS_PER_RESERVE < self._reserve:
             return
         self._filled = 0
-        free = self._host.counts()[SlotState.FREE]
+        free = self._host.free
         coming = np.array(self._host.coming(self._reserve - free) if free < self._reserve else (), np.int64)[::-1]
         for tier, bit in self._bits.items():
             self._next[tier] = coming[(self._lacks[coming] & bit) != 0].tolist()

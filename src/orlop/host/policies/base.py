@@ -60,7 +60,7 @@ class EvictionPolicy(ABC):
         """Choose a candidate; its chunk is gone with the return. Called only while there is one."""
 
     def inherit(self, parent: int, child: int) -> None:
-        """After ``pop`` returned ``child``: ``parent`` was needed whenever ``child`` was. It is readable, and no candidate yet."""
+        """After ``pop`` returned ``child``: ``parent``, readable and no candidate yet, was needed whenever it was."""
 
     def replace(self, parent: int, child: int) -> int:
         """After ``pop`` returned ``child``, the last one of ``parent``: offer ``parent`` and choose the next victim.
