@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from byte_engine import FULL as FULL_GROUPS
 from byte_engine import PATIENT, Engine
+from real_stores import Gated
 
 from orlop.core import NO_SALT, Outcome
 from orlop.host.policies import BUILT_IN
@@ -322,3 +323,18 @@ def test_what_has_left_a_real_host_memory_comes_back_from_a_real_tier(tmp_path: 
         assert engine.stats()["host_evictions"] > 24
         assert engine.stats()[f"evictions_unwritten 0:{kind}"] == 0
         assert [engine.serve(prompt).was_external for prompt in prompts] == [40] * 25
+
+
+def test_a_tier_that_hangs_at_the_end_costs_its_chunks_and_not_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Gated.open_both()
+    tier = {"type": "real_stores:Gated", "path": str(tmp_path), "bytes": "4MiB", "write": "evicted"}
+    settings = {"drain_deadline": "300ms"}
+    engine = Engine(tmp_path, "hangs", FULL_GROUPS, 1, tier=tier, settings=settings, io_process=False)
+    engine.serve(list(range(1000, 1041)))
+    Gated.may_write.clear()
+    engine.shutdown()
+    Gated.open_both()
+    (said,) = [r.getMessage() for r in caplog.records if "in host memory alone" in r.getMessage()]
+    assert "with 5 chunks" in said

@@ -1,4 +1,4 @@
-"""What host memory has and tiers that are written on eviction lack: who is written next, so that he may leave.
+"""What host memory has and tiers that are written on eviction lack: which chunk is written next, so that it may leave.
 
 In: slots that are filled, become readable, are written or not. Out: slots to write, a stretch at a time. Never: a job,
 a byte, a clock, a thread, a file; a wait of somebody who needs a slot.
@@ -7,7 +7,7 @@ A tier that is written on eviction gets a chunk when host memory is about to giv
 
     filled ----> unwritten ----> on its way ----> clean: leaves and costs nothing
                    |   ^              |
-                   |   +--- failed ---+           once that many more slots have been filled
+                   |   +--- failed ---+           tried again at the next look
                    v
                  leaves all the same: the slot was needed first. Lost for the tier, and counted.
 
