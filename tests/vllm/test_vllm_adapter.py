@@ -313,11 +313,18 @@ def test_another_device_than_a_cpu_is_refused(make_config: Callable[..., Any], m
 
 
 @pytest.mark.fault("B164")
-@pytest.mark.parametrize("name", ["pipeline_parallel_size", "decode_context_parallel_size"])
+@pytest.mark.parametrize(
+    "name", ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"]
+)
 def test_ranks_of_another_kind_are_refused(make_config: Callable[..., Any], name: str) -> None:
+    from vllm.config import ParallelConfig
+
     from orlop.vllm.translate import refuse_what_is_not_there
 
-    parallel = SimpleNamespace(**{name: 2})
+    parallel = ParallelConfig()
+    refuse_what_is_not_there(SimpleNamespace(parallel_config=parallel))
+    assert getattr(parallel, name) == 1
+    object.__setattr__(parallel, name, 2)
     with pytest.raises(ConfigError, match=f"{name}: found 2, expected 1"):
         refuse_what_is_not_there(SimpleNamespace(parallel_config=parallel))
 
@@ -340,10 +347,15 @@ def test_a_hash_that_vllm_does_not_make_is_refused(make_config: Callable[..., An
 
 @pytest.mark.fault("B156")
 def test_ranks_on_several_hosts_are_refused() -> None:
+    from vllm.config import ParallelConfig
+
     from orlop.vllm.translate import refuse_what_is_not_there
 
+    parallel = ParallelConfig()
+    object.__setattr__(parallel, "nnodes", 2)
+    object.__setattr__(parallel, "tensor_parallel_size", 4)
     with pytest.raises(ConfigError, match="found ranks of one engine on several hosts"):
-        refuse_what_is_not_there(SimpleNamespace(parallel_config=SimpleNamespace(nnodes_within_dp=2)))
+        refuse_what_is_not_there(SimpleNamespace(parallel_config=parallel))
 
 
 # --- identity -----------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class Listener:
             self.socket.close()
             raise RegionError(
                 f"found the host region {name!r} taken ({error}), expected to be the only one to create it; end the "
-                "other engine of this instance and replica, or give one of the two another instance (in vLLM: engine_id)"
+                "other engine of this name, or give one of the two another instance (in vLLM: engine_id)"
             ) from error
 
     def accept(self, timeout_s: float | None) -> socket.socket:
