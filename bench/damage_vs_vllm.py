@@ -181,23 +181,10 @@ class VllmFiles(System):
     def open(self, path: str, variant: str) -> None:
         from vllm.v1.kv_offload.base import ReqContext, make_offload_key
         from vllm.v1.kv_offload.tiering.base import TransferJob
-        from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-        config = SimpleNamespace(
-            groups=[SimpleNamespace(tokens_per_block=16, layer_names=["layer"])],
-            parallel=SimpleNamespace(
-                tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, rank=0, is_parallelism_agnostic=False
-            ),
-            canonical_layout=False,
-            replicated_layout=False,
-            kv_cache_layout=None,
-            model=SimpleNamespace(name="another" if variant == "other model" else "ours", dtype="uint8"),
-            cache=SimpleNamespace(tokens_per_hash=16),
-        )
-        spec = SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=None)
         self._view = np.frombuffer(mmap.mmap(-1, CHUNKS * CHUNK_BYTES), np.uint8).reshape(CHUNKS, CHUNK_BYTES)
         self._job, self._key, self._context = TransferJob, make_offload_key, ReqContext(req_id="bench")
-        self._tier = FileSystemTierManager(spec, self._view.data, "fs", path)
+        self._tier = vllm_file_tier(path, self._view, "another" if variant == "other model" else "ours")
         self._ids = itertools.count()
 
     def _submit(self, numbers: Sequence[int], is_load: bool) -> Any:
@@ -242,6 +229,23 @@ class VllmFiles(System):
 
     def close(self) -> None:
         self._tier.shutdown()
+
+
+def vllm_file_tier(path: str, view: Any, model: str) -> Any:
+    """vLLM's FileSystemTierManager over ``view``, uint8 (slots, bytes of a chunk), for a model of one KV group."""
+    from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+
+    config = SimpleNamespace(
+        groups=[SimpleNamespace(tokens_per_block=16, layer_names=["layer"])],
+        parallel=SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, rank=0, is_parallelism_agnostic=False),
+        canonical_layout=False,
+        replicated_layout=False,
+        kv_cache_layout=None,
+        model=SimpleNamespace(name=model, dtype="uint8"),
+        cache=SimpleNamespace(tokens_per_hash=16),
+    )
+    spec = SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=None)
+    return FileSystemTierManager(spec, view.data, "fs", path)
 
 
 class LmcacheL2(System):

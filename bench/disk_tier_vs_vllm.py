@@ -31,11 +31,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from damage_vs_vllm import vllm_file_tier
 from io_threads_or_process import Unit, cpu_name
 from orlop.core import Namespace, Outcome, RegionLayout, TierJob, TransferKind
 from orlop.host.region import HostRegion
@@ -131,26 +131,13 @@ class VllmFiles(Tier):
     def __init__(self, path: str, size: Size) -> None:
         from vllm.v1.kv_offload.base import ReqContext, make_offload_key
         from vllm.v1.kv_offload.tiering.base import TransferJob
-        from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-        config = SimpleNamespace(
-            groups=[SimpleNamespace(tokens_per_block=16, layer_names=["layer"])],
-            parallel=SimpleNamespace(
-                tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, rank=0, is_parallelism_agnostic=False
-            ),
-            canonical_layout=False,
-            replicated_layout=False,
-            kv_cache_layout=None,
-            model=SimpleNamespace(name="bench", dtype="uint8"),
-            cache=SimpleNamespace(tokens_per_hash=16),
-        )
-        spec = SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=None)
         slots = size.view_bytes // size.chunk_bytes
         view = np.frombuffer(mmap.mmap(-1, size.view_bytes), np.uint8).reshape(slots, size.chunk_bytes)
         view[:] = np.frombuffer(np.random.default_rng(0).bytes(size.chunk_bytes), np.uint8)
         self._size = size
         self._job, self._key, self._context = TransferJob, make_offload_key, ReqContext(req_id="bench")
-        self._tier = FileSystemTierManager(spec, view.data, "fs", path)
+        self._tier = vllm_file_tier(path, view, "bench")
         self._ids = iter(range(1 << 30))
 
     def submit(self, kind: TransferKind, number: int) -> None:

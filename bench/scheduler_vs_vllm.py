@@ -41,11 +41,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm_adapter import BLOCK_TOKENS, EngineSizes, Joined, KVConnectorOutput, Reports
+from vllm_adapter import BLOCK_TOKENS, EngineSizes, Joined, KVConnectorOutput
 from vllm_watch import make_manager
 
 from orlop.core import JobReport
 from orlop.scheduler.scheduler import OffloadingConnectorScheduler, SchedulerOptions
+from orlop.vllm.translate import Reports
 
 HOOKS = (
     "get_num_new_matched_tokens",
@@ -109,12 +110,12 @@ class Ours:
 
     def jobs(self, message: Any) -> tuple[dict[int, str], dict[int, str]]:
         return (
-            {job.job_id: job.req_id for job in message.meta.store_jobs},
-            {job.job_id: job.req_id for job in message.meta.load_jobs},
+            {job.job_id: job.req_id for job in message.message.store_jobs},
+            {job.job_id: job.req_id for job in message.message.load_jobs},
         )
 
     def chunks_stored(self, message: Any) -> int:
-        return sum(len(part.slots) for job in message.meta.store_jobs for part in job.transfers)
+        return sum(len(part.slots) for job in message.message.store_jobs for part in job.transfers)
 
     def report(self, job_ids: Iterable[int]) -> Any:
         return Reports(tuple(JobReport(i, 0, ok=True) for i in job_ids))

@@ -65,6 +65,8 @@ LEAST_SLOTS = 4
 LEAST_LOOKUP_LIMIT_S = 5.0
 LEAST_MAX_RETIRED = 64
 """Slots that a tier may hold past their deadline before it is out of service, where a quarter of all is less."""
+LOOK_AHEAD = 8
+"""Waiting requests whose tiers are asked before the engine comes to them: some steps' worth, a part of host memory."""
 STORES = {"disk": "orlop.stores.disk.store:DiskStore", "files": "orlop.stores.files:FilesStore"}
 
 
@@ -342,6 +344,7 @@ class OffloadingConnector:
                 store_deadline_s=config.store_deadline_s,
                 lookup_wait_s=max((e.lookup_s for e in entries), default=0.0),
                 promotion_wait_s=max((e.promotion_s for e in entries), default=5.0),
+                look_ahead=LOOK_AHEAD if entries else 0,
             ),
         )
         self._say_what_is_on(layout, entries, fingerprint)
@@ -377,9 +380,7 @@ class OffloadingConnector:
     def _what_is_off(self) -> list[str]:
         off = []
         if self.config.tiers and not self.spec.persistent:
-            off.append(
-                f"tiers ({self.spec.volatile or 'nothing tells these weights apart from others: set weights_id'})"
-            )
+            off.append(f"tiers ({self._why_volatile})")
         if not self.config.offload_decode:
             off.append("chunks that generated tokens fill (offload_decode)")
         if not self.spec.prefix_caching:
@@ -389,14 +390,14 @@ class OffloadingConnector:
 
     def _persistent_tiers(self) -> tuple[TierConfig, ...]:
         if self.config.tiers and not self.spec.persistent:
-            log.warning(
-                "tiers are off: %s",
-                self.spec.volatile
-                or "the weights come from no file and nothing tells them apart from others; set weights_id to a name "
-                "for them",
-            )
+            log.warning("tiers are off: %s", self._why_volatile)
             return ()
         return self.config.tiers
+
+    @property
+    def _why_volatile(self) -> str:
+        """Why nothing of this engine may outlive it."""
+        return self.spec.volatile or "nothing tells these weights apart from others: set weights_id"
 
     def _open_tier(self, index: int, tier: TierConfig, region: HostRegion, fingerprint: Fingerprint) -> TierEntry:
         name = f"{index}:{tier.type}"

@@ -35,7 +35,7 @@ def test_a_machine_that_can_do_it_is_well_and_nothing_is_left_behind(examine, tm
     files = {"path": str(place / "tier"), "bytes": "2MB"}
     exit_code, found, settings = examine({"host": "4MB", "files": files})
     assert exit_code == 0, found
-    for check in ("python", "packages", "cores", "memory", "copies", "locked memory", "/dev/shm", "huge pages"):
+    for check in ("python", "packages", "cores", "memory", "copies", "copy speed", "locked memory", "/dev/shm"):
         assert found[check]["found"]
     assert found["host.bytes"] == {"status": "ok", "check": "host.bytes", "found": "4.00 MB", "advice": ""}
     assert f"will be made in {place}" in found["tiers.0.path"]["found"]
@@ -45,6 +45,17 @@ def test_a_machine_that_can_do_it_is_well_and_nothing_is_left_behind(examine, tm
     assert settings["host.bytes"] == {"value": 4_000_000, "origin": "config"}
     assert settings["host.policy"]["origin"] == "default"
     assert list(place.iterdir()) == []
+
+
+@pytest.mark.fault("B183")
+def test_slow_copies_are_a_warning_with_the_numbers(examine, monkeypatch):
+    """As in a container with a part of a core, or with its memory at another socket."""
+    monkeypatch.setattr(machine, "measure_copies", lambda: (300_000_000, 250_000_000))
+    exit_code, found, _ = examine({"host": "4MB"})
+    assert exit_code == 0
+    assert found["copy speed"]["status"] == "warn"
+    assert found["copy speed"]["found"] == "300 MB a second to host memory, 250 MB back"
+    assert "a load of 1 GB takes 4.0 s here" in found["copy speed"]["advice"]
 
 
 def test_without_settings_the_machine_alone_is_looked_at(capsys):

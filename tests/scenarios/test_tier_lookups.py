@@ -11,7 +11,7 @@ import pytest
 from orlop.core import Outcome, TransferKind
 from orlop.testing.device import only
 from orlop.testing.doubles import Answers, ManualTier
-from orlop.testing.request_runner import Status
+from orlop.testing.request_runner import EngineRequest, Status
 from orlop.testing.rig import FULL, HYBRID, Rig, make_tiered_rig
 from orlop.tiering.manager import TieringManager
 
@@ -146,6 +146,70 @@ def test_a_tier_is_asked_once_per_request_also_where_it_has_a_part(async_schedul
     rig.finish()
     assert request.was_external == 8
     assert sum(call.name == "lookup_prefix" for call in tier.calls) == 1
+
+
+# --- requests that the engine has not come to ------------------------------------------------------------------
+
+
+def busy_rig(look_ahead: int, prompts: int, async_scheduling: bool) -> tuple[Rig, list[EngineRequest]]:
+    """Prompts that only the tier has arrive while one long prompt takes every token of 20 steps."""
+    asked = [list(range(100 * i, 100 * i + 16)) for i in range(prompts)]
+    rig = make_tiered_rig(
+        slots=64, blocks=256, token_budget=8, async_scheduling=async_scheduling, options={"look_ahead": look_ahead}
+    )
+    only_below(rig, *asked)
+    rig.runner.add(range(7000, 7160), 1)
+    rig.runner.step()
+    return rig, [rig.runner.add([*prompt, 1]) for prompt in asked]
+
+
+@pytest.mark.fault("B186")
+def test_promotions_begin_while_others_use_up_the_token_budget(async_scheduling: bool) -> None:
+    rig, requests = busy_rig(8, 3, async_scheduling)
+    rig.runner.step()
+    wanted = {h + bytes(4) for r in requests for h in r.block_hashes[:4]}
+    assert set(promotions(rig.tiers[0])) == wanted, "the step after the arrival begins to read"
+    for _ in range(5):
+        rig.runner.step()
+    assert all(r.first_step is None and r.status is Status.WAITING for r in requests)
+    assert len(promotions(rig.tiers[0])) == len(wanted), "each chunk is read once"
+    rig.finish()
+    assert [r.was_external for r in requests] == [16] * 3
+    assert len(promotions(rig.tiers[0])) == len(wanted)
+
+
+@pytest.mark.fault("B186")
+def test_only_so_many_requests_are_looked_ahead_for(async_scheduling: bool) -> None:
+    rig, requests = busy_rig(2, 10, async_scheduling)
+    for _ in range(10):
+        rig.runner.step()
+    assert all(r.first_step is None for r in requests)
+    first_two = {h + bytes(4) for r in requests[:2] for h in r.block_hashes[:4]}
+    assert set(promotions(rig.tiers[0])) == first_two
+    looked = sum(call.name == "lookup_prefix" for call in rig.manager.calls)
+    rig.runner.step()
+    assert sum(call.name == "lookup_prefix" for call in rig.manager.calls) == looked, (
+        "what is answered is not asked again"
+    )
+    rig.runner.abort(requests[0].request_id)
+    rig.runner.step()
+    assert len(promotions(rig.tiers[0])) == 12, "one that leaves makes room for the next"
+    rig.finish()
+    assert [r.was_external for r in requests[1:]] == [16] * 9
+
+
+@pytest.mark.fault("B186")
+def test_a_request_is_given_its_full_wait_when_the_engine_comes_to_it(async_scheduling: bool) -> None:
+    """What was promoted for it in vain has left again: its wait counts from the engine's own first ask."""
+    rig, (request,) = busy_rig(8, 1, async_scheduling)
+    for _ in range(5):
+        rig.runner.step()
+    assert len(promotions(rig.tiers[0])) == 4
+    rig.clock.advance(60.0)
+    tiering(rig).host.clear()
+    rig.finish()
+    assert request.was_external == 16
+    assert len(promotions(rig.tiers[0])) == 8
 
 
 @pytest.mark.fault("B137")

@@ -498,6 +498,7 @@ class Setup:
     offload_decode: bool = True
     max_chunks_per_step: int = 2048
     max_promotions_per_step: int = 2048
+    look_ahead: int = 0
     store_deadline_s: float = 2.0
     lookup_s: float = 0.2
     promotion_s: float = 1.0
@@ -602,6 +603,7 @@ def make(setup: Setup) -> Rig:
             lookup_wait_s=setup.lookup_s,
             promotion_wait_s=setup.promotion_s,
             max_chunks_per_step=setup.max_chunks_per_step,
+            look_ahead=setup.look_ahead,
         ),
     )
     engine = RequestRunner(

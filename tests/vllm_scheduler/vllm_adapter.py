@@ -21,7 +21,6 @@ with warnings.catch_warnings():
     import torch
     from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -37,30 +36,14 @@ with warnings.catch_warnings():
     from vllm.v1.request import Request
     from vllm.v1.structured_output import StructuredOutputManager
 
-from orlop.core import Geometry, JobReport, KVGroup, OffloadingConnectorMetadata, WorkerOutput
+    from orlop.vllm import translate
+
+from orlop.core import Geometry, KVGroup
 
 BLOCK_TOKENS = 16
 WINDOW_TOKENS = 64
 MODEL_TOKENS = 1024
 VOCABULARY = 500
-
-
-@dataclass
-class StepMessage(KVConnectorMetadata):
-    """Our step message in vLLM's envelope."""
-
-    meta: OffloadingConnectorMetadata
-
-
-@dataclass
-class Reports(KVConnectorWorkerMetadata):
-    """Job reports on their way from the workers to the scheduler half."""
-
-    reports: tuple[JobReport, ...]
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> Reports:
-        assert isinstance(other, Reports)
-        return Reports(self.reports + other.reports)
 
 
 @dataclass
@@ -98,17 +81,11 @@ class HalfConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         self.half.update_state_after_alloc(request, blocks, num_external_tokens, now=self._clock())
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepMessage:
-        return StepMessage(self.half.build_connector_meta(scheduler_output, now=self._clock()))
+    def build_connector_meta(self, scheduler_output: Any) -> translate.StepMessage:
+        return translate.StepMessage(self.half.build_connector_meta(scheduler_output, now=self._clock()))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        said = connector_output.kv_connector_worker_meta
-        output = WorkerOutput(
-            reports=said.reports if said is not None else (),
-            finished_recving=frozenset(connector_output.finished_recving or ()),
-            failed_recving=frozenset(connector_output.failed_recving),
-        )
-        self.half.update_connector_output(output, now=self._clock())
+        self.half.update_connector_output(translate.worker_output(connector_output), now=self._clock())
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.half.request_finished(request, now=self._clock())

@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm_adapter import BLOCK_TOKENS, VOCABULARY, WINDOW_TOKENS, KVConnectorOutput, Reports
+from vllm_adapter import BLOCK_TOKENS, VOCABULARY, WINDOW_TOKENS, KVConnectorOutput
 
 from orlop.core import GroupTransfer, Int64Array, JobReport, OffloadingConnectorMetadata, TransferJob, TransferKind
+from orlop.vllm.translate import Reports
 
 PRIME = (1 << 61) - 1
 BASE = 1_000_003

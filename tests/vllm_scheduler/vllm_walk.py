@@ -105,7 +105,7 @@ class Walk:
         output = self.scheduler.schedule()
         self.seen.add("preempted", len(output.preempted_req_ids or ()))
         self.seen.add("resumed", len(output.scheduled_cached_reqs.resumed_req_ids))
-        made = self.worker.execute(output, output.kv_connector_metadata.meta)
+        made = self.worker.execute(output, output.kv_connector_metadata.message)
         made.kv_connector_output = self._maybe_empty(self.worker.reports())
         self.late.append((output, made))
         self._check_running()

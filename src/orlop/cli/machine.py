@@ -1,7 +1,8 @@
 """What ``orlop doctor`` looks at that no path leads to: versions, memory, and what the kernel lets us do.
 
 In: the kernel's pages, installed packages, the size wanted of the host tier. Out: ``Finding``s. Never: an import of
-torch or vLLM (their versions stand in their metadata), memory held for longer than a check.
+torch or vLLM (their versions stand in their metadata), memory held for longer than a check: 64 MiB while copies are
+timed.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ import platform
 import resource
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from orlop.config import default_host_bytes
-from orlop.core import PAGE_BYTES, RegionLayout
+from orlop.core import PAGE_BYTES, GroupTransfer, KVGroup, RegionLayout, TransferJob, TransferKind
 from orlop.errors import OrlopError
 from orlop.host.limits import free_bytes, legible_bytes, memory_limit_bytes, memory_limits, settable_bytes
 from orlop.host.region import HostRegion, socket_name
-from orlop.worker.cpu import kernel_can_gather
+from orlop.worker.cpu import CpuCopyBackend, kernel_can_gather
 
 Status = Literal["ok", "warn", "fail"]
 OK: Status = "ok"
@@ -30,6 +34,9 @@ WARN: Status = "warn"
 FAIL: Status = "fail"
 
 LEAST_SHM_BYTES = 1 << 30
+LEAST_COPY_SPEED = 1e9
+"""Bytes per second below which copies are worth a warning: a tenth of what one core of a server does."""
+COPIED_BYTES, BLOCK_BYTES = 32 << 20, 256 << 10
 SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
@@ -54,6 +61,7 @@ def check_machine() -> Iterator[Finding]:
     yield from _memory()
     yield _region()
     yield _gather()
+    yield from _copy_speed()
     yield _locked_memory()
     yield _shm()
     yield _huge_pages()
@@ -140,6 +148,45 @@ def _gather() -> Finding:
         "allow process_vm_readv where a sandbox or seccomp profile forbids it; without it each byte is copied twice"
     )
     return Finding(WARN, "copies", "process_vm_readv is refused", advice)
+
+
+def _copy_speed() -> Iterator[Finding]:
+    """How fast the connector's own copies are in this place, with its cores and its memory."""
+    try:
+        speeds = measure_copies()
+    except (OrlopError, OSError):
+        return  # the line on shared memory says why
+    found = "{} a second to host memory, {} back".format(*map(legible_bytes, speeds))
+    if min(speeds) >= LEAST_COPY_SPEED:
+        yield Finding(OK, "copy speed", found)
+        return
+    advice = (
+        f"a load of 1 GB takes {1e9 / speeds[1]:.1f} s here and pays only where computing takes longer: give the "
+        "container whole cores, and memory of their socket (numactl --cpunodebind --membind)"
+    )
+    yield Finding(WARN, "copy speed", found, advice)
+
+
+def measure_copies(rounds: int = 3) -> tuple[int, int]:
+    """Bytes per second of a store and of a load, the best of ``rounds``: real jobs of 32 MiB in blocks of 256 KiB."""
+    blocks = COPIED_BYTES // BLOCK_BYTES
+    device = np.ones((blocks, BLOCK_BYTES), np.uint8)
+    layout = RegionLayout(blocks, 1, ((BLOCK_BYTES,),))
+    region = HostRegion.create(layout, name=socket_name(f"doctor-{os.getpid()}", 0))
+    try:
+        backend = CpuCopyBackend([KVGroup(0, 16, layers=("kv",))], region, 0)
+        backend.register({"kv": device})
+        ids = np.arange(blocks, dtype=np.int64)
+        transfer = GroupTransfer(0, ids, ids, np.zeros(blocks, np.int64))
+        best = dict.fromkeys(TransferKind, 0)
+        for _ in range(rounds):
+            for kind in (TransferKind.STORE, TransferKind.LOAD):
+                start = time.perf_counter()
+                backend.copy(TransferJob(1, "doctor", kind, (transfer,)))
+                best[kind] = max(best[kind], int(COPIED_BYTES / (time.perf_counter() - start)))
+        return best[TransferKind.STORE], best[TransferKind.LOAD]
+    finally:
+        region.close()
 
 
 def _locked_memory() -> Finding:

@@ -65,6 +65,7 @@ class RequestState:
         "load_base",
         "load_failed",
         "load_origins",
+        "looked_ahead",
         "max_load_tokens",
         "max_offload_tokens",
         "queried",
@@ -98,6 +99,8 @@ class RequestState:
         """Asked since it last got blocks: what it asked for is counted once it gets them."""
         self.waits_since: float | None = None
         """Time of the first ask that was told to come again; None where none was."""
+        self.looked_ahead = False
+        """Whether an answer was there before the engine has asked."""
         # Loads.
         self.load_base: int | None = None
         """Tokens below which the device holds real KV while a load, or somebody else's, is in flight or has failed."""

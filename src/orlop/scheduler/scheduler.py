@@ -18,6 +18,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -63,7 +64,8 @@ class SchedulerOptions:
     ``ranks``: workers that report each job. ``prefix_caching``: the device shares blocks between requests.
     ``store_deadline_s``: a device store unreported for so long is settled as failed. ``lookup_wait_s`` and
     ``promotion_wait_s`` are the manager's limits, at which its answers may change. ``max_chunks_per_step``: at
-    most so many chunks are offered for storing in one step; the rest follows in the next.
+    most so many chunks are offered for storing in one step; the rest follows in the next. ``look_ahead``: for at most
+    so many requests that the engine has not come to, tiers are asked and promotions begun; 0 where that brings nothing.
     """
 
     ranks: int = 1
@@ -73,6 +75,7 @@ class SchedulerOptions:
     lookup_wait_s: float = 0.2
     promotion_wait_s: float = 5.0
     max_chunks_per_step: int = 2048
+    look_ahead: int = 0
 
 
 class OffloadingConnectorScheduler:
@@ -99,6 +102,8 @@ class OffloadingConnectorScheduler:
         self._chunks_being_loaded: list[dict[bytes, int]] = [{} for _ in geometry.groups]
         self._owed: dict[int, RequestState] = {}
         """Finished lives with a chunk that the next step may still store."""
+        self._unreached: dict[int, RequestState] = {}
+        """Lives that the engine has added and not asked about yet, by arrival; empty without look-ahead."""
         self._unplanned: dict[int, RequestState] = {}
         """Live ones to look at again next step: keys were late, or the step's budget ran out."""
         self._current_batch_load_jobs: list[TransferJob] = []
@@ -120,7 +125,9 @@ class OffloadingConnectorScheduler:
         if request.request_id in self._live:
             self._surprise("on_new_request for a live id")
             self.request_finished(self._live[request.request_id].req, now=now)
-        self._begin_life(request)
+        state = self._begin_life(request)
+        if self.options.look_ahead:
+            self._unreached[state.context.life] = state
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, *, now: float
@@ -130,9 +137,17 @@ class OffloadingConnectorScheduler:
         ``(None, False)``: ask again in a later step. Asked again with nothing changed, it answers from memory.
         """
         state = self._life_of(request)
+        if self._unreached.pop(state.context.life, None) is not None and state.since is not None:
+            state.since = now  # waits count from the engine's own first ask
+            state.waited_for_load = None
+            state.forget_answer()
+        return self._ask(state, num_computed_tokens, now)
+
+    def _ask(self, state: RequestState, num_computed_tokens: int, now: float) -> tuple[int | None, bool]:
+        """The answer for ``get_num_new_matched_tokens``: the one given before, where nothing has changed since."""
         if state.asked_computed != num_computed_tokens or state.answer is None or self._is_stale(state, now):
             state.asked_computed = num_computed_tokens
-            state.answer_hashes = len(request.block_hashes)
+            state.answer_hashes = len(state.req.block_hashes)
             state.answer_version = self.manager.answer_version(state.context)
             state.answer_until = math.inf
             state.answer_load = None
@@ -171,6 +186,7 @@ class OffloadingConnectorScheduler:
         if state.waits_since is not None:
             self._answer_delays.observe(now - state.waits_since)
         self._unplanned.pop(state.context.life, None)
+        self._unreached.pop(state.context.life, None)
         self._note_final_tokens(state)
         for job_id in state.transfer_jobs:
             job = self._jobs[job_id]
@@ -191,6 +207,8 @@ class OffloadingConnectorScheduler:
         store_jobs = self._plan_owed(now)
         self._flush_claimed()
         store_jobs += self._plan_live(touched, scheduler_output.num_scheduled_tokens, now)
+        if self._unreached:
+            self._look_ahead(now)
         self.manager.on_schedule_end(now=now)
         return self._take_message(store_jobs)
 
@@ -281,6 +299,7 @@ class OffloadingConnectorScheduler:
         """Unsettled device jobs fail, their keys are dropped; every life ends. The tiers are the caller's to drain."""
         for job in list(self._jobs.values()):
             self._settle(job, ok=False, released=False, now=now)
+        self._unreached.clear()
         for state in list(self._req_status.values()):
             self._live.pop(state.context.req_id, None)
             state.finished = True
@@ -380,6 +399,16 @@ class OffloadingConnectorScheduler:
             state.answer_load = state.waited_for_load
             return None, False
         return hit.ready_tokens - on_device, True
+
+    def _look_ahead(self, now: float) -> None:
+        """Ask on behalf of requests that the engine has no tokens left for in this step, the earliest ones.
+
+        What tiers hold of them is then in host memory, or on its way, when the engine comes to them. Only so many at a
+        time, or promotions would push each other out before use; each only until its answer is there.
+        """
+        for state in list(islice(self._unreached.values(), self.options.look_ahead)):
+            if not state.looked_ahead:
+                state.looked_ahead = self._ask(state, 0, now)[0] is not None
 
     def _time_answer(self, state: RequestState, now: float) -> None:
         """The time from the first "ask again" to an answer, once it is there."""
@@ -785,6 +814,10 @@ class OffloadingConnectorScheduler:
         for owed in (self._owed, self._unplanned):
             _require(all(life in self._req_status for life in owed), "a gone life is still owed a store")
         _require(all(s.finished for s in self._owed.values()), "a live request is owed a last chunk")
+        unreached = self._unreached.items()
+        _require(
+            all(self._req_status.get(life) is s and not s.finished for life, s in unreached), "a gone life is awaited"
+        )
 
     def open_reservations(self) -> list[Reservation]:
         """Reservations that this half will still complete or release; for the manager's own check."""
