@@ -330,15 +330,18 @@ def test_connecting_to_nobody_ends_with_the_name(name: str) -> None:
         HostRegion.connect(name, timeout_s=0.05)
 
 
+@pytest.mark.fault("B165")
 def test_a_second_creator_is_refused_by_name_until_the_first_is_gone(name: str) -> None:
     with HostRegionOf(name):
-        with pytest.raises(RegionError, match=f"{name}.* taken"):
+        with pytest.raises(RegionError, match=f"{name}.* taken.*give one of the two another instance"):
             HostRegion.create(LAYOUT, name=name)
         with pytest.raises(RegionError, match=f"{name}.* taken"):
             HostRegion.gather(name, 1, (4096,), lambda pages: LAYOUT, 1.0)
     HostRegion.create(LAYOUT, name=name).close()
 
 
+@pytest.mark.fault("B165")
+@pytest.mark.fault("B166")
 def test_names_are_bounded_and_tell_instances_and_replicas_apart() -> None:
     names = {socket_name(i, r) for i in ("a", "b", "x" * 500, "x" * 501, "a/b", "a_b") for r in (0, 1)}
     assert len(names) == 12

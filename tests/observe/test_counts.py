@@ -117,6 +117,7 @@ def test_an_aborted_wait_is_no_query_and_its_delay_is_observed(async_scheduling:
     rig.finish()
 
 
+@pytest.mark.fault("B173")
 @pytest.mark.parametrize("geometry", [FULL, PAIRS, HYBRID], ids=["full", "pairs", "hybrid"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_sums_of_a_random_run_are_those_of_a_plain_twin(geometry: Any, seed: int, async_scheduling: bool) -> None:
@@ -243,6 +244,7 @@ class Twin:
 # --- device copies ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("B173")
 def test_bytes_and_seconds_of_copies_are_those_that_ranks_report(async_scheduling: bool) -> None:
     rig = make_tiered_rig(tiers=0, ranks=3, async_scheduling=async_scheduling)
     rig.device.repeat = lambda job, rank: rank == 1
@@ -341,6 +343,7 @@ def test_offers_without_room_and_offers_too_early_are_counted(async_scheduling: 
     rig.finish()
 
 
+@pytest.mark.fault("B173")
 def test_evictions_are_counted(async_scheduling: bool) -> None:
     rig = make_tiered_rig(slots=8, tiers=0, async_scheduling=async_scheduling)
     for start in (0, 100, 200):
@@ -361,6 +364,7 @@ def stored_below(async_scheduling: bool, **more: Any) -> Rig:
     return rig
 
 
+@pytest.mark.fault("B173")
 def test_what_a_tier_reads_and_writes_is_counted_by_tier(async_scheduling: bool) -> None:
     rig = stored_below(async_scheduling)
     assert counts(rig, f"write_bytes {TIER}", f"chunks_cascaded {TIER}") == [4 * 4096, 4]
@@ -378,6 +382,7 @@ def test_what_a_tier_reads_and_writes_is_counted_by_tier(async_scheduling: bool)
     assert counts(rig, f"tokens_loaded {TIER}", f"chunks_loaded {TIER}", "tokens_loaded host") == [16, 4, 0]
 
 
+@pytest.mark.fault("B173")
 @pytest.mark.parametrize("word", ["promotion", "cascade"])
 @pytest.mark.parametrize("released", [True, False], ids=["let go", "held"])
 def test_a_job_past_its_deadline_is_counted_once_and_its_late_bytes_once(

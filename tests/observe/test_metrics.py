@@ -222,7 +222,18 @@ def test_a_line_a_minute_says_what_happened_in_it(caplog: pytest.LogCaptureFixtu
 @pytest.mark.fault("B173")
 def test_a_round_trip_over_files_moves_the_metrics_by_what_was_moved(tmp_path: Path, server: MetricsServer) -> None:
     with Engine(tmp_path, "first", ONE_GROUP, 2) as engine:
+        observer = Observer(engine.connector.get_stats, model_name="m")
+        server.show(observer)
         engine.serve(PROMPT[:40])
+        observer.publish(0.0)
+        samples = scrape(server)
+        slot = value(samples, "orlop_host_slot_bytes")
+        assert value(samples, "vllm:kv_offload_tiering_write_bytes_total", tier="1:files") == 5 * slot
+        assert value(samples, "vllm:kv_offload_tiering_write_time_total", tier="1:files") > 0
+        assert value(samples, "orlop_tier_cascaded_chunks_total", tier="0:files") == 5
+        assert value(samples, "orlop_tier_chunks_total", tier="0:files", direction="write", outcome="ok") == 5
+        stored = value(samples, "vllm:kv_offload_store_bytes_total")
+        assert stored == value(samples, "vllm:kv_offload_store_size_sum") > 0
     with Engine(tmp_path, "second", ONE_GROUP, 2) as engine:
         observer = Observer(engine.connector.get_stats, model_name="m")
         server.show(observer)
@@ -241,7 +252,10 @@ def test_a_round_trip_over_files_moves_the_metrics_by_what_was_moved(tmp_path: P
         assert value(samples, "vllm:kv_offload_tiering_lookup_sync_delay_seconds_count", tier="1:files") == 1
         blocks = engine.device.loads_checked
         assert value(samples, "vllm:kv_offload_load_size_count") == 2
-        assert value(samples, "vllm:kv_offload_load_bytes_total") == value(samples, "vllm:kv_offload_load_size_sum") > 0
+        brought = value(samples, "vllm:kv_offload_load_bytes_total")
+        assert brought == value(samples, "vllm:kv_offload_load_size_sum") == stored, "bytes in are bytes out"
+        assert value(samples, "orlop_tier_promoted_chunks_total", tier="0:files") == 5
+        assert value(samples, "orlop_loaded_chunks_total", tier="0:files") == 5
         assert blocks >= 10
         assert value(samples, "orlop_tier_chunks_total", tier="0:files", direction="read", outcome="ok") == 5
         assert value(samples, "orlop_chunk_tokens", group="0") == 8

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from orlop.core import Geometry, JobReport, KVGroup, TransferKind, WorkerOutput
+from orlop.core import NO_SALT, Geometry, JobReport, KVGroup, ReqContext, TransferKind, WorkerOutput
+from orlop.scheduler.request import RequestState
+from orlop.scheduler.stores import StorePlanner
 from orlop.testing.device import always, never, only
 from orlop.testing.doubles import DictManager
 from orlop.testing.request_runner import EngineRequest, Status
@@ -202,6 +204,24 @@ def test_recycled_positions_and_null_blocks_are_never_stored(async_scheduling: b
     assert window_keys, "nothing of the window group was stored"
     assert window_keys <= set(request.block_hashes[8:]), "a chunk behind the window was stored"
     rig.finish()
+
+
+@pytest.mark.fault("B079")
+@pytest.mark.parametrize(
+    ("table", "stored"), [([0, 0, 17, 0, 23], [23]), ([4, 0, 17, 18, 19], [17, 18, 19]), ([0] * 5, [])]
+)
+def test_nothing_up_to_a_placeholder_in_a_window_is_stored(table: list[int], stored: list[int]) -> None:
+    """Whatever the window says: a hole means that what lies before it is of no use."""
+    geometry = Geometry((KVGroup(0, 4, 64, ("layer",)),), 4, 1)
+    request = EngineRequest("r", list(range(20)), 4, 1, block_hashes=[bytes([i]) * 16 for i in range(5)])
+    state = RequestState(request, ReqContext(1, "r", NO_SALT), geometry)
+    state.groups[0].block_ids = table
+    state.tokens_filled = 20
+    manager = DictManager()
+    manager.on_new_request(state.context)
+    planned, _ = StorePlanner(geometry, manager, True).plan([state], 99, 0.0)
+    assert [b for stores in planned.values() for s in stores for b in s.transfer.block_ids.tolist()] == stored
+    assert state.groups[0].cursor == 5
 
 
 def test_a_window_block_is_read_before_its_position_is_recycled(async_scheduling: bool) -> None:

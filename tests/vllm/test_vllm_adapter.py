@@ -5,11 +5,14 @@ In: vLLM's configuration objects, made by hand. Out: passes only if each refusal
 
 from __future__ import annotations
 
+import ast
+import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,6 +170,71 @@ def test_a_field_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         versions.check("0.99.1", bases(), OrlopConnector)
 
 
+def imported_names() -> list[tuple[str, str]]:
+    """Every module of vLLM and name in it that the adapter imports when it is loaded."""
+    found = [("vllm.distributed.kv_transfer.kv_connector.factory", "KVConnectorFactory")]
+    for file in sorted((ROOT / "src" / "orlop" / "vllm").glob("*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
+                found += [(node.module or "", alias.name) for alias in node.names]
+    return sorted(set(found))
+
+
+@pytest.mark.fault("B233")
+def test_any_name_that_is_gone_is_named_with_the_releases_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import orlop.vllm.connector
+
+    names = imported_names()
+    assert len(names) > 20
+    for place, name in names:
+        with monkeypatch.context() as patch:
+            for module in [m for m in sys.modules if m.startswith("orlop.vllm.")]:
+                patch.delitem(sys.modules, module)
+                patch.delattr(orlop.vllm, module.rpartition(".")[2])
+            patch.setitem(sys.modules, place, Without(import_module(place), name))
+            with pytest.raises(ConfigError, match=rf"cannot import name '{name}'.*expected what 0\.32\.0 has; install"):
+                _ = orlop.vllm.OrlopConnector
+
+
+class Without(ModuleType):
+    """A module that lacks one name."""
+
+    def __init__(self, module: ModuleType, missing: str) -> None:
+        super().__init__(module.__name__)
+        self.__dict__.update(
+            {name: value for name, value in vars(module).items() if name not in (missing, "__getattr__")}
+        )
+        self._module, self._missing = module, missing
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._missing:
+            raise AttributeError(name)
+        return getattr(self._module, name)
+
+
+@pytest.mark.fault("B233")
+def test_without_vllm_it_is_vllm_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import orlop.vllm
+
+    monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer.kv_connector.factory", None)
+    with pytest.raises(ConfigError, match=r"import of vllm\S* halted.*install a tested release"):
+        _ = orlop.vllm.OrlopConnector
+
+
+def test_found_by_its_path_it_is_known_by_name_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's front-end asks for the stats of one of several connectors by name alone."""
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    from orlop.vllm.metrics import CHANGED
+
+    monkeypatch.delitem(KVConnectorFactory._registry, "OrlopConnector", raising=False)
+    KVConnectorFactory.get_connector_class(KVTransferConfig(**TRANSFER, kv_connector_module_path="orlop.vllm"))
+    said = {"OrlopConnector": {CHANGED: {"tokens_loaded": 64.0}}}
+    assert MultiConnector.build_kv_connector_stats(said)["OrlopConnector"].data == said["OrlopConnector"]
+
+
 # --- KV groups ----------------------------------------------------------------------------------------
 
 
@@ -245,11 +313,18 @@ def test_another_device_than_a_cpu_is_refused(make_config: Callable[..., Any], m
 
 
 @pytest.mark.fault("B164")
-@pytest.mark.parametrize("name", ["pipeline_parallel_size", "decode_context_parallel_size"])
+@pytest.mark.parametrize(
+    "name", ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"]
+)
 def test_ranks_of_another_kind_are_refused(make_config: Callable[..., Any], name: str) -> None:
+    from vllm.config import ParallelConfig
+
     from orlop.vllm.translate import refuse_what_is_not_there
 
-    parallel = SimpleNamespace(**{name: 2})
+    parallel = ParallelConfig()
+    refuse_what_is_not_there(SimpleNamespace(parallel_config=parallel))
+    assert getattr(parallel, name) == 1
+    object.__setattr__(parallel, name, 2)
     with pytest.raises(ConfigError, match=f"{name}: found 2, expected 1"):
         refuse_what_is_not_there(SimpleNamespace(parallel_config=parallel))
 
@@ -272,10 +347,15 @@ def test_a_hash_that_vllm_does_not_make_is_refused(make_config: Callable[..., An
 
 @pytest.mark.fault("B156")
 def test_ranks_on_several_hosts_are_refused() -> None:
+    from vllm.config import ParallelConfig
+
     from orlop.vllm.translate import refuse_what_is_not_there
 
+    parallel = ParallelConfig()
+    object.__setattr__(parallel, "nnodes", 2)
+    object.__setattr__(parallel, "tensor_parallel_size", 4)
     with pytest.raises(ConfigError, match="found ranks of one engine on several hosts"):
-        refuse_what_is_not_there(SimpleNamespace(parallel_config=SimpleNamespace(nnodes_within_dp=2)))
+        refuse_what_is_not_there(SimpleNamespace(parallel_config=parallel))
 
 
 # --- identity -----------------------------------------------------------------------------------------

@@ -196,25 +196,51 @@ def test_a_tier_is_asked_for_a_request_before_the_engine_comes_to_it(
 
 @pytest.mark.fault("B170")
 @pytest.mark.fault("B225")
-def test_through_vllms_multi_connector_several_groups_are_offloaded(
-    checkpoint: Callable[[str], Path], reference: Callable[[str], Any]
+@pytest.mark.parametrize("place", ["alone", "first", "second"])
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_through_vllms_multi_connector_every_hook_is_called(
+    checkpoint: Callable[[str], Path],
+    reference: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    place: str,
 ) -> None:
-    right = reference("gemma").answers(TURN)
-    child = {"kv_connector": "OrlopConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"host": "64MB"}}
+    """One group and several; every end of a request is told, once, and everything stored is found again."""
+    from orlop.vllm.connector import OrlopConnector
+
+    right = reference(kind).answers(TURN)
+    policy = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    ours = {"kv_connector": "OrlopConnector", "kv_connector_extra_config": {"host": "64MB", "blocks_per_chunk": 2}}
+    other = {"kv_connector": "ShelfConnector", "kv_connector_module_path": "vllm_shelf"}
+    children = {"alone": [ours], "first": [ours, other], "second": [other, ours]}[place]
     transfer = {
         "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [child]},
+        **policy,
+        "kv_connector_extra_config": {"connectors": [{**child, **policy} for child in children]},
     }
-    with engine(checkpoint("gemma"), kv_transfer_config=transfer) as made:
-        assert len(made.scheduler.kv_cache_config.kv_cache_groups) == 2, "the hybrid allocator stays on"
-        (made.connector,) = made.connector._connectors
-        for _ in range(2):
-            assert_right(made.ask(TURN), right, "through another connector")
-            made.settle()
-            made.forget_device()
-        assert loaded(made) > 0
+    ended: list[str] = []
+    for hook in ("request_finished", "request_finished_all_groups"):
+        monkeypatch.setattr(OrlopConnector, hook, counted(ended, getattr(OrlopConnector, hook)))
+    with engine(checkpoint(kind), kv_transfer_config=transfer, num_gpu_blocks_override=60) as made:
+        groups = {"llama": 1, "gemma": 2}[kind]
+        assert len(made.scheduler.kv_cache_config.kv_cache_groups) == groups, "the hybrid allocator stays on"
+        made.connector = made.connector._connectors[children.index(ours)]
+        for round in (1, 2):
+            for prompt, expected in zip(TURN, right, strict=True):
+                assert_same(made.ask([prompt])[0], expected, "through another connector")
+                made.settle()
+                made.forget_device()
+            assert len(ended) == len(set(ended)) == round * len(TURN)
+            assert made.connector._half.is_idle, "no life is left"
+        assert loaded(made) == sum((len(prompt) - 1) // 64 * 64 for prompt in TURN)
+
+
+def counted(ended: list[str], hook: Callable[..., Any]) -> Callable[..., Any]:
+    def tell(connector: Any, request: Any, block_ids: Any) -> Any:
+        ended.append(request.request_id)
+        return hook(connector, request, block_ids)
+
+    return tell
 
 
 @pytest.mark.fault("B211")

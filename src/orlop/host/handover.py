@@ -52,8 +52,8 @@ class Listener:
         except OSError as error:
             self.socket.close()
             raise RegionError(
-                f"found the host region {name!r} taken ({error}), expected to be the only one to create it; is another "
-                "engine running under the same instance and replica?"
+                f"found the host region {name!r} taken ({error}), expected to be the only one to create it; end the "
+                "other engine of this name, or give one of the two another instance (in vLLM: engine_id)"
             ) from error
 
     def accept(self, timeout_s: float | None) -> socket.socket:

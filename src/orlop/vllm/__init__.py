@@ -21,13 +21,24 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(NAME, "orlop.vllm.connector", NAME)
+        KVConnectorFactory.register_connector(NAME, __name__, NAME)
 
 
 def __getattr__(name: str) -> Any:
-    """``kv_connector_module_path: orlop.vllm`` looks the class up here."""
-    if name == NAME:
-        from orlop.vllm.connector import OrlopConnector
+    """vLLM looks the class up here, by its registry or by ``kv_connector_module_path: orlop.vllm``.
 
+    Found by its path it is entered in the registry too: where it is one of several connectors, vLLM's front-end goes by
+    the name alone. ``ConfigError`` where this release of vLLM lacks a name that we import.
+    """
+    if name == NAME:
+        try:
+            register()
+            from orlop.vllm.connector import OrlopConnector
+        except ImportError as error:
+            if (error.name or "").partition(".")[0] != "vllm":
+                raise
+            from orlop.vllm.versions import lacks
+
+            raise lacks(error) from error
         return OrlopConnector
     raise AttributeError(f"module 'orlop.vllm' has no attribute {name!r}")

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 
 from orlop.errors import ConfigError
 
 TESTED = ("0.32.0",)
+WHAT_TO_DO = "install a tested release of vLLM, or a newer one of Orlop"
 
 HOOKS: Mapping[str, tuple[str, ...]] = {
     "__init__": ("self", "vllm_config", "role", "kv_cache_config"),
@@ -61,7 +63,12 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         "new_block_ids",
         "num_computed_tokens",
     ),
-    "vllm.v1.outputs:KVConnectorOutput": ("finished_recving", "failed_recving", "kv_connector_worker_meta"),
+    "vllm.v1.outputs:KVConnectorOutput": (
+        "finished_recving",
+        "failed_recving",
+        "invalid_block_ids",
+        "kv_connector_worker_meta",
+    ),
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorTransferResults": (
         "finished_recving",
         "failed_recving",
@@ -81,8 +88,14 @@ def check(version: str, bases: Iterable[type], connector: type) -> None:
         raise ConfigError(
             f"vLLM {version}: found another connector interface than that of {', '.join(TESTED)}:\n"
             + "\n".join(f"  {line}" for line in found)
-            + "\nexpected the tested one; install a tested release of vLLM, or a newer one of Orlop"
+            + f"\nexpected the tested one; {WHAT_TO_DO}"
         )
+
+
+def lacks(error: ImportError) -> ConfigError:
+    """What to raise where vLLM, or a name in it that we import, is not there."""
+    found = getattr(sys.modules.get("vllm"), "__version__", "(none)")
+    return ConfigError(f"vLLM {found}: {error}, expected what {', '.join(TESTED)} has; {WHAT_TO_DO}")
 
 
 def hook_differences(bases: Iterable[type], connector: type) -> Iterator[str]:
