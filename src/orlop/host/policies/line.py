@@ -5,7 +5,7 @@ In: slots and marks. Out: the order, and the first slot with a mark. Never: a me
 New ones are put at the end; who is taken out leaves a hole. A place is a byte of a ``bytearray``, so looking for the
 first of a mark is one search through memory, over a hundred thousand places in some microseconds, and it never begins
 before the place where the last one ended: so slots that may not leave cost nothing. When the end is reached the holes
-are closed, once in as many additions as there are slots, in one pass over arrays (half a millisecond for 100,000).
+are closed, once in as many additions as there are slots, in one pass over arrays (about a millisecond for 100,000).
 """
 
 from __future__ import annotations
