@@ -184,8 +184,13 @@ def test_every_policy_is_one_for_host_memory_and_for_a_slab(policy: str) -> None
         assert "allowed: 'lru' for type 'files'" in refusal({"tiers": [FILES | {"policy": policy}]})
 
 
-def test_writing_on_eviction_is_known_but_not_there_yet() -> None:
-    assert "'evicted' is known but not there yet" in refusal({"tiers": [FILES | {"write": "evicted"}]})
+@pytest.mark.parametrize("write", ["through", "evicted", "off"])
+def test_a_tier_is_written_at_once_on_eviction_or_never(write: str) -> None:
+    assert load({"tiers": [FILES | {"write": write}]}).tiers[0].write == write
+
+
+def test_another_time_of_writing_is_refused() -> None:
+    assert "allowed: 'through', 'evicted' or 'off'" in refusal({"tiers": [FILES | {"write": "later"}]})
 
 
 @pytest.mark.parametrize(("written", "meant"), [("~/x", "/homes/me/x"), ("~", "/homes/me"), ("./~/x", "./~/x")])

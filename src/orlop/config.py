@@ -147,10 +147,8 @@ def _parse_type(value: object) -> str:
 
 
 def _parse_write(value: object) -> str:
-    if value == "evicted":
-        raise ValueError("'through' or 'off'; 'evicted' is known but not there yet")
-    if value not in ("through", "off"):
-        raise ValueError("'through' or 'off'")
+    if value not in ("through", "evicted", "off"):
+        raise ValueError("'through', 'evicted' or 'off'")
     return str(value)
 
 
@@ -246,8 +244,10 @@ class TierConfig(_Settings):
         description="the bound on what it keeps, for `disk` of all engines on that directory together; required for "
         "`disk` and `files`, and 1 MiB or more there",
     )
-    write: Annotated[Literal["through", "off"], BeforeValidator(_parse_write)] = Field(
-        default="through", description="`through`: chunks are kept as soon as host memory has them; `off`: read only"
+    write: Annotated[Literal["through", "evicted", "off"], BeforeValidator(_parse_write)] = Field(
+        default="through",
+        description="`through`: chunks are kept as soon as host memory has them; `evicted`: when they are about to "
+        "leave it, and at shutdown; `off`: read only",
     )
     store_after: Count = Field(default=1, description="keep a chunk only when it is offered for the n-th time")
     policy: Annotated[str, BeforeValidator(_parse_tier_policy)] = Field(

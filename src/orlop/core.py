@@ -427,7 +427,7 @@ class WorkerOutput:
     """What one rank has to say after a step (or several ranks, merged).
 
     ``finished_recving``: requests whose load has ended, well or badly; ``failed_recving``: the badly
-    ended ones among them; ``failed_block_ids``: the device blocks that these did not fill.
+    ended ones among them; ``failed_block_ids``: the device blocks that these did not fill, or somebody else's loads.
     """
 
     reports: tuple[JobReport, ...] = ()
@@ -436,7 +436,7 @@ class WorkerOutput:
     failed_block_ids: frozenset[int] = frozenset()
 
     def __bool__(self) -> bool:
-        return bool(self.reports or self.finished_recving)
+        return bool(self.reports or self.finished_recving or self.failed_block_ids)
 
 
 # --- tier jobs -----------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class Pair:
         absent = sorted(set(range(2 * self.policy.slots)) - set(self.there.values()))
         names = self.random.sample(absent, len(slots))
         hashes = [b"%d" % name for name in names]
-        self.policy.insert(1, hashes, _array(slots))
+        self.policy.insert(3, hashes, _array(slots))
         self.twin.insert(hashes, slots)
         self.there.update(zip(slots, names, strict=True))
         self.before.update(zip(slots[1:], slots, strict=False))
@@ -77,7 +77,11 @@ class Pair:
 
     def leave(self, generations: int) -> None:
         """One leaves, then its parent, and so on, until one has other children."""
+        coming = self.policy.coming(3)
+        assert len(set(coming)) == min(3, len(self.offered))
+        assert set(coming) <= self.offered
         child = self.chosen(self.policy.pop())
+        assert child == coming[0] or isinstance(self.policy, S3FIFO), "said to come, and another one came"
         for _ in range(generations):
             idle = sorted(self.there.keys() - self.offered)
             if not idle:

@@ -63,7 +63,14 @@ NOBODYS = ["orlop.tiering.io_process"]
 
 # --- which guests, and where --------------------------------------------------------------------------
 
-PURE = ["orlop.scheduler", "orlop.host.slots", "orlop.host.tier", "orlop.tiering.manager", "orlop.tiering.admission"]
+PURE = [
+    "orlop.scheduler",
+    "orlop.host.slots",
+    "orlop.host.tier",
+    "orlop.tiering.manager",
+    "orlop.tiering.admission",
+    "orlop.tiering.write_back",
+]
 NOT_PURE = {"time", "threading", "socket", "os", "torch", "random", "io", "pathlib", "subprocess", "asyncio", "secrets"}
 GUESTS = {
     "torch": ["orlop.worker", "orlop.engine", "orlop.testing", "orlop.cli", "orlop.vllm"],

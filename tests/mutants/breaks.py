@@ -19,6 +19,8 @@ LOAD_TESTS = "tests/scheduler/test_loads.py::"
 COST_TESTS = "tests/scheduler/test_cost.py::"
 LOOKUP_SCENARIOS = "tests/scenarios/test_tier_lookups.py::"
 BULK_TESTS = "tests/tiering/test_bulk_stores.py::"
+WRITE_BACK = "orlop/tiering/write_back.py"
+WRITE_BACK_SCENARIOS = "tests/scenarios/test_write_back.py::"
 CAPACITY_SCENARIOS = "tests/scenarios/test_capacity.py::"
 
 
@@ -114,6 +116,34 @@ BREAKS = (
         "        for group, ids in zip(state.groups, block_ids, strict=True):\n"
         "            group.block_ids = list(ids)\n",
         CONTRACT + "test_fence_at_update_state_after_alloc",
+    ),
+    Break(
+        "what somebody else is loading counts as computed",
+        SCHEDULER,
+        "        state.load_base = state.asked_computed  #",
+        "        state.load_base = None  #",
+        CONTRACT + "test_what_somebody_else_has_not_filled_yet_is_not_stored",
+    ),
+    Break(
+        "a failed load of somebody else is not heard of",
+        SCHEDULER,
+        "        if output.failed_block_ids:\n",
+        "        if not output:\n",
+        CONTRACT + "test_stores_of_blocks_that_somebody_else_failed_to_fill_are_dropped_and_made_again",
+    ),
+    Break(
+        "nobody looks ahead for requests that wait",
+        SCHEDULER,
+        "            self._look_ahead(now)\n",
+        "            pass\n",
+        LOOKUP_SCENARIOS + "test_promotions_begin_while_others_use_up_the_token_budget",
+    ),
+    Break(
+        "what was promoted ahead and has left is not waited for again",
+        SCHEDULER,
+        "            state.since = now  #",
+        "            pass  #",
+        LOOKUP_SCENARIOS + "test_a_request_is_given_its_full_wait_when_the_engine_comes_to_it",
     ),
     Break(
         "prefix hits are taken for blocks handed out",
@@ -290,8 +320,8 @@ BREAKS = (
     Break(
         "cascades do not hold their slots",
         MANAGER,
-        "            self.host.hold(job.slots)\n            self._track(job, index, now + entry.cascade_s)\n",
-        "            self._track(job, index, now + entry.cascade_s)\n",
+        "        self.host.hold(slots)\n        self._track(job, tier, now + self.tiers[tier].cascade_s)\n",
+        "        self._track(job, tier, now + self.tiers[tier].cascade_s)\n",
         CAPACITY_SCENARIOS + "test_a_staging_tier_whose_slots_are_all_held_lets_requests_compute",
     ),
     Break(
@@ -377,5 +407,54 @@ BREAKS = (
         "            self._wake_waiters(one.writer if one else None)\n",
         "            pass\n",
         BULK_TESTS + "test_who_waits_for_one_of_many_stores_hears_of_it",
+    ),
+    Break(
+        "what could not be written on eviction counts as written",
+        WRITE_BACK,
+        "            self._lacks[failed] |= self._bits[tier]\n",
+        "            pass\n",
+        WRITE_BACK_SCENARIOS + "test_what_could_not_be_written_is_tried_again_before_it_leaves",
+    ),
+    Break(
+        "chunks that leave unwritten are not counted",
+        WRITE_BACK,
+        "                self.lost[tier] += int(np.count_nonzero(lacked & bit))\n",
+        "                pass\n",
+        WRITE_BACK_SCENARIOS + "test_a_tier_that_never_answers_costs_chunks_and_nobody_waits",
+    ),
+    Break(
+        "the end of a process tries again what a tier refuses",
+        WRITE_BACK,
+        "        if gone or self._ends:\n",
+        "        if gone:\n",
+        WRITE_BACK_SCENARIOS + "test_the_end_tries_nothing_twice",
+    ),
+    Break(
+        "writes on eviction have no bound",
+        WRITE_BACK,
+        "self._most[tier] - self.on_the_way[tier]",
+        "self._most[tier] + 999",
+        WRITE_BACK_SCENARIOS + "test_a_tier_that_never_answers_costs_chunks_and_nobody_waits",
+    ),
+    Break(
+        "a reset leaves what was not written to be written",
+        MANAGER,
+        "        self._write_back.forget()\n",
+        "",
+        WRITE_BACK_SCENARIOS + "test_a_reset_forgets_what_was_not_written",
+    ),
+    Break(
+        "what a tier has brought is written to it again",
+        MANAGER,
+        "        self._write_back.filled(slots)\n        self._writers[slots] = writer\n",
+        "        self._writers[slots] = writer\n",
+        WRITE_BACK_SCENARIOS + "test_a_slot_that_a_tier_fills_does_not_inherit_what_its_last_chunk_lacked",
+    ),
+    Break(
+        "chunks written on eviction lose their salt",
+        WRITE_BACK,
+        "            self._salts.update(dict.fromkeys(slots.tolist(), salt))\n",
+        "            pass\n",
+        WRITE_BACK_SCENARIOS + "test_each_salt_travels_with_its_chunks",
     ),
 )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from orlop.core import TransferKind
+from orlop.core import TransferKind, WorkerOutput
 from orlop.testing.device import only
 from orlop.testing.request_runner import Status
 from orlop.testing.rig import FULL, HYBRID, PAIRS, Rig, make_rig
@@ -330,6 +330,26 @@ def test_what_somebody_else_has_not_filled_yet_is_not_stored(async_scheduling: b
     rig.runner.abort(other.request_id)
     rig.finish()
     assert rig.device.stored_jobs == []
+
+
+@pytest.mark.fault("B169")
+def test_stores_of_blocks_that_somebody_else_failed_to_fill_are_dropped_and_made_again(async_scheduling: bool) -> None:
+    rig = make_rig(async_scheduling=async_scheduling)
+    rig.hold(STORE)
+    request = rig.runner.add(PROMPT, 6)
+    for _ in range(3):
+        rig.runner.step()
+    assert rig.device.stored_jobs
+    failed = WorkerOutput(failed_block_ids=frozenset(request.block_ids[0][1:2]))
+    rig.scheduler.update_connector_output(failed, now=rig.clock.now)
+    rig.unhold()
+    rig.finish()
+    stats = rig.scheduler.get_stats()
+    assert stats["store_jobs_failed"] == 1
+    rig.runner.pool.reset()
+    again = rig.runner.add([*PROMPT, 1])
+    rig.finish()
+    assert again.was_external == 16
 
 
 def test_prefix_hits_are_no_reason_for_a_fence(async_scheduling: bool) -> None:

@@ -33,6 +33,7 @@ from orlop.core import (
     unpack_key,
 )
 from orlop.errors import StoreError
+from orlop.host.policies import load_policy
 from orlop.host.region import HostRegion
 from orlop.host.tier import HostTier
 from orlop.scheduler.scheduler import OffloadingConnectorScheduler, SchedulerOptions
@@ -399,6 +400,7 @@ class WatchedTier(SecondaryTierManager):
         self.jobs[job.job_id] = job
         self._resets_of[job.job_id] = self.resets
         self.counts[f"submit {job.kind}"] += 1
+        self.counts["chunks submitted before they leave"] += len(job.keys) if job.context is None else 0
 
     def get_finished_jobs(self) -> Sequence[TierResult]:
         results = self.runner.get_finished_jobs()
@@ -489,6 +491,7 @@ class Setup:
     ranks: int = 1
     blocks_per_group: int = 60
     slots: int = 40
+    policy: str = "lru"
     tiers: int = 1
     async_scheduling: bool = False
     token_budget: int = 16
@@ -505,6 +508,9 @@ class Setup:
     cascade_s: float = 1.0
     keep_tiers_on_reset: bool = False
     store_after: int = 1
+    evicted: tuple[bool, ...] = (False, False)
+    """Per tier whether it is written on eviction."""
+    evicted_chunks: int = 4
     threads: int = 2
     max_retired: int = 64
     queue_chunks: int = 64
@@ -582,15 +588,18 @@ def make(setup: Setup) -> Rig:
             promotion_s=setup.promotion_s,
             cascade_s=setup.cascade_s,
             store_after=setup.store_after,
+            store=not evicted,
+            evicted_bytes=setup.evicted_chunks * payload if evicted else 0,
         )
-        for tier in tiers
+        for tier, evicted in zip(tiers, setup.evicted, strict=False)
     ]
     options = TieringOptions(
         (payload,) * len(setup.geometry.groups),
         keep_tiers_on_reset=setup.keep_tiers_on_reset,
         max_promotions_per_step=setup.max_promotions_per_step,
     )
-    manager = TieringManager(HostTier(setup.slots), entries, plain_namespace, FIRST_GENERATION, options)
+    host = HostTier(setup.slots, load_policy(setup.policy, setup.slots))
+    manager = TieringManager(host, entries, plain_namespace, FIRST_GENERATION, options)
     recorded = RecordingManager(manager, device)
     scheduler = OffloadingConnectorScheduler(
         setup.geometry,

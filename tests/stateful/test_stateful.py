@@ -30,6 +30,7 @@ from hypothesis.stateful import (
 from stateful_rig import FAULTS, Rig, Setup, WatchedTier, make
 
 from orlop.core import Geometry, JobReport, KVGroup, TransferJob, TransferKind, WorkerOutput
+from orlop.host.policies import BUILT_IN
 from orlop.host.tier import SlotState
 from orlop.testing.request_runner import EngineRequest, StepOutput
 from orlop.testing.rig import FULL, HYBRID, PAIRS
@@ -61,6 +62,7 @@ setups = st.builds(
     ranks=st.sampled_from([1, 2]),
     blocks_per_group=st.sampled_from([14, 24, 60]),
     slots=st.sampled_from([12, 40, 24, 6]),
+    policy=st.sampled_from(sorted(BUILT_IN)),
     tiers=st.sampled_from([1, 1, 2, 2, 0]),
     async_scheduling=st.booleans(),
     token_budget=st.sampled_from([16, 8, 64]),
@@ -77,6 +79,8 @@ setups = st.builds(
     cascade_s=st.sampled_from([1.0, 0.1]),
     keep_tiers_on_reset=st.booleans(),
     store_after=st.sampled_from([1, 1, 2]),
+    evicted=st.tuples(st.sampled_from([False, False, True]), st.booleans()),
+    evicted_chunks=st.sampled_from([4, 1, 64]),
     threads=st.sampled_from([2, 1, 4]),
     max_retired=st.sampled_from([64, 2]),
     queue_chunks=st.sampled_from([64, 4]),
@@ -450,6 +454,7 @@ class Walk(RuleBasedStateMachine):
         self._check_drained()
         self._release_everything()
         self._check_usable()
+        self._check_flushed()
 
     def _check_usable(self) -> None:
         """After all that: what one request leaves is loaded by the next, where there is room and time for all of it."""
@@ -464,6 +469,19 @@ class Walk(RuleBasedStateMachine):
             request = self.engine.add(range(100, 125), 2)
             self._run_until_idle()
         assert request.was_external > 0, "nothing is stored or loaded any more"
+
+    def _check_flushed(self) -> None:
+        """The last thing: tiers that are written on eviction get what they lack, and nothing is left to write."""
+        manager = self.rig.manager
+        for _ in range(BOUND):
+            if not manager.flush(now=self.rig.clock.now):
+                break
+            for tier in self.rig.tiers:
+                tier.turn()
+        for index in manager._write_back.tiers:
+            assert not manager._write_back.unwritten(index), "something was left in host memory alone"
+        manager.check()
+        self._check_drained()
 
     def _run_until_idle(self) -> int:
         for steps in range(BOUND):
@@ -530,6 +548,8 @@ class Walk(RuleBasedStateMachine):
             TALLY[name] += int(rig.manager.counters[name])
         for name, count in rig.scheduler.counters.items():
             TALLY[f"scheduler {name}"] += count
+        for index in rig.manager._write_back.tiers:
+            TALLY["evictions before they were written"] += rig.manager._write_back.lost[index]
         TALLY["retired stores released"] += rig.recorded.count("release")
         for call in rig.recorded.calls:
             if call.name == "complete_load":
@@ -555,6 +575,8 @@ HAPPENED = [
     "damaged chunks that were not served",
     "ids used again while draining",
     "aborts while waiting_for_load",
+    "chunks submitted before they leave",
+    "evictions before they were written",
 ]
 
 

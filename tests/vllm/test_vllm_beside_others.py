@@ -102,7 +102,7 @@ def both(served: Both) -> Iterator[Both]:
     served.shelf.kept.clear()
     served.learn(PROMPT)
     yield served
-    served.shelf.held = served.shelf.fails = False
+    served.shelf.held = served.shelf.fails = served.shelf.at_once = False
     served.engine.finish()
     served.engine.settle()
 
@@ -143,6 +143,20 @@ def test_what_another_failed_to_load_is_stored_as_it_is_computed(both: Both) -> 
     both.shelf.held = False
     both.shelf.kept.clear()
     assert_same(both.engine.finish()[req_id], both.right[0], "computed after all")
+    both.assert_ours_serves_nothing_wrong(least=BLOCK_TOKENS * WHOLE_BLOCKS)
+
+
+@pytest.mark.fault("B169")
+@pytest.mark.parametrize("fails", [False, True], ids=["fills", "fails"])
+def test_what_another_loads_in_the_step_itself_is_stored_only_if_it_came(both: Both, fails: bool) -> None:
+    """Its failure is told after the step, when our copy of the same blocks is under way or over."""
+    both.shelf.at_once, both.shelf.fails = True, fails
+    begun = len(both.shelf.begun)
+    req_id = both.engine.add(PROMPT)
+    while len(both.shelf.begun) == begun:
+        both.engine.step()
+    both.shelf.kept.clear()
+    assert_same(both.engine.finish()[req_id], both.right[0], "loaded in the step, or computed after all")
     both.assert_ours_serves_nothing_wrong(least=BLOCK_TOKENS * WHOLE_BLOCKS)
 
 

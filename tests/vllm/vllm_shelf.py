@@ -1,4 +1,4 @@
-"""A second connector for vLLM's MultiConnector: it loads asynchronously, and no sooner than a test lets it.
+"""A second connector for vLLM's MultiConnector: it loads asynchronously, no sooner than a test lets it, or at once.
 
 In: prompts whose device blocks a test has put on the shelf. Out: loads that spoil their blocks first, as half of a
 transfer would, and fill or fail them once ``SHELF.held`` is False. Never: a thread, a store.
@@ -45,6 +45,8 @@ class Shelf:
     begun: list[Load] = field(default_factory=list)
     held: bool = False
     fails: bool = False
+    at_once: bool = False
+    """Loads are synchronous: before the forward of the step that schedules their request."""
     device: Mapping[str, Any] = field(default_factory=dict)
 
     def keep(self, prompt: Sequence[int], blocks: Sequence[int]) -> None:
@@ -70,6 +72,7 @@ class ShelfConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._tokens_per_block = vllm_config.cache_config.block_size
         self._planned: list[Load] = []
+        self._invalid: set[int] = set()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -79,7 +82,7 @@ class ShelfConnector(KVConnectorBase_V1, SupportsHMA):
         if tuple(request.prompt_token_ids) not in SHELF.kept:
             return 0, False
         whole = (request.num_prompt_tokens - 1) // self._tokens_per_block * self._tokens_per_block
-        return max(0, whole - num_computed_tokens), whole > num_computed_tokens
+        return max(0, whole - num_computed_tokens), whole > num_computed_tokens and not SHELF.at_once
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens > 0:
@@ -106,8 +109,17 @@ class ShelfConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for load in self._get_connector_metadata().loads:
             SHELF.spoil(load)
-            SHELF.open.append(load)
             SHELF.begun.append(load)
+            if not SHELF.at_once:
+                SHELF.open.append(load)
+            elif SHELF.fails:
+                self._invalid.update(load.blocks)
+            else:
+                SHELF.fill(load)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        invalid, self._invalid = self._invalid, set()
+        return invalid
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if SHELF.held:

@@ -211,21 +211,24 @@ class Slots:
             return True
         if not self.candidates:
             return False  # what is refused again and again while all is held must not look at every slot
+        return len(self.leaving(np.flatnonzero(self.reasons == 0).tolist(), n)) == n
+
+    def leaving(self, candidates: Iterable[int], n: int) -> list[int]:
+        """Who would leave, ``n`` at most, if candidates left in this order, each with the parents that it frees."""
         reasons: dict[int, int] = {}
-        found = 0
-        for leaf in np.flatnonzero(self.reasons == 0).tolist():
-            slot = leaf
-            while True:
-                found += 1
-                if found >= n:
-                    return True
+        found: list[int] = []
+        for slot in candidates:
+            while len(found) < n:
+                found.append(slot)
                 slot = self.parent_of[slot]
                 if slot < 0:
                     break
                 reasons[slot] = reasons.get(slot, self.reasons_of[slot]) - 1
                 if reasons[slot]:
                     break
-        return False
+            if len(found) == n:
+                break
+        return found
 
     # --- the life -----------------------------------------------------------------------------------
 

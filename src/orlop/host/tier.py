@@ -67,6 +67,11 @@ class HostTier:
         return self._books.usable
 
     @property
+    def free(self) -> int:
+        """Slots that can be had without an eviction."""
+        return len(self._books.free)
+
+    @property
     def leased(self) -> int:
         """Slots with at least one lease."""
         return self._books.leased
@@ -147,6 +152,20 @@ class HostTier:
             SlotState.READY: books.ready,
             SlotState.RETIRED: books.retired,
         }
+
+    def coming(self, n: int) -> list[int]:
+        """The slots of READY chunks that would leave next, ``n`` at most, about in that order; nothing changes."""
+        return self._books.leaving(self._policy.coming(n), n)
+
+    def ready_among(self, slots: Int64Array) -> Int64Array:
+        """Those of ``slots`` that are READY."""
+        ready: Int64Array = slots[self._books.state[slots] == READY]
+        return ready
+
+    def chunks_in(self, slots: Int64Array) -> Iterator[tuple[int, Int64Array, list[bytes]]]:
+        """Per group those of ``slots`` that are READY, and the hashes of what they hold."""
+        for group, part in self._by_group(self.ready_among(slots)):
+            yield group, part, self._keys_of(part.tolist())
 
     # --- coming in ------------------------------------------------------------------------------------
 
@@ -332,7 +351,8 @@ class HostTier:
                     left = reasons_of[parent] - 1
                     reasons_of[parent] = left
                     if left:
-                        policy.inherit(parent, slot)
+                        if self._books.state[parent] == READY:  # not while it is written once more
+                            policy.inherit(parent, slot)
                     else:
                         joined += 1
                         joins = parent

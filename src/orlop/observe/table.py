@@ -395,6 +395,20 @@ _TIERS = (
     ),
     _counter("orlop_tier_cascaded_chunks", "chunks", "Chunks that a tier has kept.", "chunks_cascaded", about="tier"),
     _counter(
+        "orlop_tier_unwritten_evictions",
+        "chunks",
+        "Chunks that left host memory before a tier that is written on eviction had them.",
+        "evictions_unwritten",
+        about="tier",
+    ),
+    _gauge(
+        "orlop_tier_unwritten_chunks",
+        "chunks",
+        "Chunks in host memory that a tier that is written on eviction does not have yet.",
+        "chunks_unwritten",
+        about="tier",
+    ),
+    _counter(
         "orlop_tier_deadlines_passed",
         "events",
         "Lookups, reads and writes that took longer than the tier's deadline.",

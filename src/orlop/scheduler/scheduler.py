@@ -214,6 +214,8 @@ class OffloadingConnectorScheduler:
 
     def update_connector_output(self, output: WorkerOutput, *, now: float) -> None:
         """What ranks have completed or failed; may come late, repeated, or not at all."""
+        if output.failed_block_ids:
+            self._distrust(output.failed_block_ids)
         stored: list[Job] = []
         for report in output.reports:
             job = self._jobs.get(report.job_id) or self._overdue.get(report.job_id)
@@ -571,6 +573,18 @@ class OffloadingConnectorScheduler:
         if report.fence_waits:
             self.counters["fence_waits"] += report.fence_waits
             self.counters["fence_wait_seconds"] += report.fence_wait_s
+
+    def _distrust(self, block_ids: Collection[int]) -> None:
+        """Blocks that somebody was to fill before a step, and did not: what is being stored of the lives that hold them
+        is not what its keys say. The engine computes those tokens again, and then they are offered again.
+        """
+        for state in self._req_status.values():
+            if any(not set(group.block_ids).isdisjoint(block_ids) for group in state.groups):
+                for group in state.groups:
+                    group.cursor = 0
+                for job_id in state.transfer_jobs:
+                    job = self._jobs[job_id]
+                    job.failed = job.failed or job.kind is TransferKind.STORE
 
     def _job_reported(self, job: Job, now: float) -> None:
         """Every rank has reported."""

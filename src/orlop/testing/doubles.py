@@ -411,6 +411,9 @@ class RecordingManager(OffloadingManager):
     def get_stats(self) -> Mapping[str, float]:
         return self.inner.get_stats()
 
+    def flush(self, *, now: float) -> bool:
+        return self.inner.flush(now=now)
+
     def shutdown(self, *, now: float, deadline_s: float) -> None:
         self.calls.append(Call("shutdown", None))
         self.inner.shutdown(now=now, deadline_s=deadline_s)

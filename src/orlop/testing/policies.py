@@ -83,6 +83,18 @@ class PolicySuite:
         assert left | set(chosen) == {1, 3, 5, child - 1}
         assert len(left) == 2
 
+    def test_who_comes_next_is_a_candidate_and_asking_changes_nothing(self) -> None:
+        asked, other = self._filled(16), self._filled(16)
+        for policy in (asked, other):
+            policy.offer([3, 9, 1, 12])
+            policy.touch(_slots([9, 4]))
+        for n in (1, 2, 9):
+            coming = asked.coming(n)
+            assert len(set(coming)) == len(coming) == min(n, 4)
+            assert set(coming) <= {3, 9, 1, 12}
+        assert [asked.pop() for _ in range(4)] == [other.pop() for _ in range(4)]
+        assert list(asked.coming(2)) == []
+
     def test_random_histories_alone(self) -> None:
         for seed in self.seeds:
             random, slots = Random(seed), 24
@@ -124,13 +136,28 @@ class PolicySuite:
         for name in "abcd":
             run = _conversation(name, 32)
             assert tier.ready_prefix(run) == 0
-            slots = tier.reserve(run, range(32))
-            assert slots is not None
-            tier.publish(slots)
-            tier.unhold(slots)
+            _store(tier, run)
             tier.check({}, {})
             assert tier.ready_prefix(run) == 32
             tier.touch(run)
+
+    def test_a_child_may_leave_while_its_parent_is_written_once_more(self) -> None:
+        tier = HostTier(4, self.build(4))
+        run, other, third, older = (_conversation(n, k) for n, k in (("a", 2), ("b", 3), ("c", 4), ("d", 1)))
+        _store(tier, older)
+        _store(tier, run)
+        tier.discard(0, run.hashes[:1])
+        tier.discard(0, older.hashes)  # its slot is the parent's then
+        parent = tier.reserve(run, [0])
+        assert parent is not None
+        _store(tier, other)
+        assert tier.ready_prefix(other) == 3, "the child has made room"
+        tier.publish(parent)
+        tier.unhold(parent)
+        for later in (third, run, other, third):
+            _store(tier, later)
+            tier.check({}, {})
+            assert tier.ready_prefix(later) == len(later)
 
     def _filled(self, slots: int) -> EvictionPolicy:
         policy = self.build(slots)
@@ -187,6 +214,13 @@ class _History:
             for slot in slots.tolist():
                 holds[slot] = holds.get(slot, 0) + 1
         self.tier.check(holds, {})
+
+
+def _store(tier: HostTier, run: KeyRun) -> None:
+    slots = tier.reserve(run, range(tier.ready_prefix(run), len(run)))
+    assert slots is not None
+    tier.publish(slots)
+    tier.unhold(slots)
 
 
 def _conversation(name: str, chunks: int) -> KeyRun:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orlop.core import FIRST_GENERATION, Geometry, KVGroup, Namespace, TransferKind
+from orlop.host.policies import load_policy
 from orlop.host.tier import HostTier, SlotState
 from orlop.scheduler.scheduler import OffloadingConnectorScheduler, SchedulerOptions
 from orlop.testing.clock import FakeClock
@@ -132,13 +133,16 @@ def make_tiered_rig(
     slots: int = 64,
     tiers: int = 1,
     auto: bool = True,
+    policy: str = "lru",
+    usable: int | None = None,
     entry: dict[str, Any] | None = None,
     tiering: dict[str, Any] | None = None,
     **rig: Any,
 ) -> Rig:
     """A Rig over the real host tier and TieringManager, with ``tiers`` ManualTiers below.
 
-    ``entry``: settings of each TierEntry; ``tiering``: fields of TieringOptions.
+    ``usable``: slots that are ready for use (None: all). ``entry``: settings of each TierEntry; ``tiering``: fields of
+    TieringOptions.
     """
     made: list[ManualTier] = []
 
@@ -146,7 +150,13 @@ def make_tiered_rig(
         made.extend(ManualTier(device.memory, name=f"{i}:manual", device=device, auto=auto) for i in range(tiers))
         entries = [TierEntry(tier, **(entry or {})) for tier in made]
         options = TieringOptions((4096,) * len(geometry.groups), **(tiering or {}))
-        return TieringManager(HostTier(slots), entries, plain_namespace, FIRST_GENERATION, options)
+        return TieringManager(
+            HostTier(slots, load_policy(policy, slots), usable=usable),
+            entries,
+            plain_namespace,
+            FIRST_GENERATION,
+            options,
+        )
 
     plain = make_rig(geometry, manager, **rig)
     inner, scheduler = plain.manager.inner, plain.scheduler

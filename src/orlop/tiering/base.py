@@ -144,6 +144,10 @@ class OffloadingManager(ABC):
         """Counters and gauges by name; counters only grow."""
         return {}
 
+    def flush(self, *, now: float) -> bool:
+        """The end is near: write what only host memory has. True: there is more to come, call again in a moment."""
+        return False
+
     @abstractmethod
     def shutdown(self, *, now: float, deadline_s: float) -> None:
         """End all tiers, waiting at most ``deadline_s``. The only call that may wait."""

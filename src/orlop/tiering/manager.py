@@ -4,10 +4,13 @@ In: the scheduler half's calls, with ``now``. Out: answers, reservations, and jo
 a thread, a file, a socket; bytes; a wait; an exception for a request's sake.
 
 A chunk's way down: ``complete_store`` makes it readable and gives it to every tier that admits it; each such job holds
-the slots until the tier reports. A chunk's way up: a lookup that host memory cannot answer asks the tiers for the
-whole run at once; ``want`` notes what the request will wait for; ``on_schedule_end`` reserves slots, gives load jobs to
-the tiers, and leases the chunks to those who wait. Leases are granted whole or not at all, hold at most half of the
-slots together, and end when the request loads, ends, or has waited for its limit.
+the slots until the tier reports. A tier that is written on eviction gets it when its slot is about to be given away
+(``write_back``).
+
+A chunk's way up: a lookup that host memory cannot answer asks the tiers for the whole run at once; ``want`` notes what
+the request will wait for; ``on_schedule_end`` reserves slots, gives load jobs to the tiers, and leases the chunks to
+those who wait. Leases are granted whole or not at all, hold at most half of the slots together, and end when the
+request loads, ends, or has waited for its limit.
 
 Deadlines. A job that a tier has not reported in time is settled as failed: its keys are dropped and its slots are
 retired until the tier says that it has let go. So a tier that never answers costs slots, and neither a drain nor a
@@ -51,6 +54,7 @@ from orlop.host.tier import HostTier, SlotState
 from orlop.tiering.admission import StoreAfter
 from orlop.tiering.base import OffloadingManager, SecondaryTierManager
 from orlop.tiering.events import EventLog
+from orlop.tiering.write_back import WriteBack
 
 ABSENT, WRITING, READY = 0, 1, 2
 NOWHERE = -1
@@ -65,10 +69,15 @@ MAX_ASKS_PER_GROUP = 8
 
 @dataclass(frozen=True, slots=True)
 class TierEntry:
-    """A secondary tier and what the settings say of it. ``store``: chunks are cascaded to it."""
+    """A secondary tier and what the settings say of it.
+
+    ``store``: chunks are cascaded to it as soon as they are readable. ``evicted_bytes``: where above 0, when they are
+    about to leave host memory instead, and so many bytes at a time at most.
+    """
 
     tier: SecondaryTierManager
     store: bool = True
+    evicted_bytes: int = 0
     store_after: int = 1
     lookup_s: float = 0.2
     promotion_s: float = 5.0
@@ -140,6 +149,10 @@ class TieringManager(OffloadingManager):
         self._touched_at = np.full(host.slots, -math.inf)
         """Per slot when the tiers were last told that what it holds is of use."""
         self._touches_left = MOST_TOUCHES_PER_STEP
+        payload = max(options.payload_bytes)
+        self._write_back = WriteBack(
+            host, {i: max(1, e.evicted_bytes // payload) for i, e in enumerate(tiers) if e.evicted_bytes}
+        )
         self._log = EventLog("host")
         self._evictions_noted = 0
         self._next_number = 1
@@ -401,6 +414,7 @@ class TieringManager(OffloadingManager):
         return [StorePlan(reservation, run.stop) for reservation, run in zip(made, runs, strict=True)]
 
     def _note_writing(self, slots: Int64Array, reservations: Sequence[Reservation], now: float) -> None:
+        self._write_back.filled(slots)
         self._brought_by[slots] = 0
         self._touched_at[slots] = now
         for reservation in reservations:
@@ -510,37 +524,67 @@ class TieringManager(OffloadingManager):
     # --- cascades -------------------------------------------------------------------------------------------------
 
     def _cascade(self, reservation: Reservation, now: float) -> None:
-        if not any(entry.store for entry in self.tiers):
+        if not any(entry.store or entry.evicted_bytes for entry in self.tiers):
             return
         tail = reservation.group.to_bytes(4, "big")
         keys = tuple(h + tail for h in reservation.hashes)
         for index, entry in enumerate(self.tiers):
-            if not entry.store:
+            if not entry.store and index not in self._write_back:
                 continue
             chosen = [i for i, yes in enumerate(self._tier_admission[index].admit(keys)) if yes]
             if not chosen:
                 continue
             everything = len(chosen) == len(keys)
-            job = TierJob(
-                self._number(),
-                TransferKind.STORE,
-                reservation.group,
-                keys if everything else tuple(keys[i] for i in chosen),
-                reservation.slots if everything else reservation.slots[chosen],
-                self.options.payload_bytes[reservation.group],
-                self._namespace,
-                self._salt(reservation.context),
-                reservation.context,
-            )
-            self.host.hold(job.slots)
-            self._track(job, index, now + entry.cascade_s)
-            entry.tier.submit_store(job, now=now)
+            slots = reservation.slots if everything else reservation.slots[chosen]
+            context = reservation.context
+            if index in self._write_back:
+                self._write_back.readable(index, slots, context.salt)
+                continue
+            chosen_keys = keys if everything else tuple(keys[i] for i in chosen)
+            self._submit_store(index, reservation.group, chosen_keys, slots, context.salt, context, now)
 
-    def _salt(self, context: ReqContext) -> bytes:
+    def _submit_store(
+        self,
+        tier: int,
+        group: int,
+        keys: tuple[bytes, ...],
+        slots: Int64Array,
+        salt: bytes,
+        context: ReqContext | None,
+        now: float,
+    ) -> None:
+        job = TierJob(
+            self._number(),
+            TransferKind.STORE,
+            group,
+            keys,
+            slots,
+            self.options.payload_bytes[group],
+            self._namespace,
+            self._salt(salt),
+            context,
+        )
+        self.host.hold(slots)
+        self._track(job, tier, now + self.tiers[tier].cascade_s)
+        self.tiers[tier].tier.submit_store(job, now=now)
+
+    def _write_ahead(self, now: float) -> None:
+        """What is about to leave goes to the tiers that are written on eviction: work of nobody's request."""
+        for tier in self._write_back.tiers:
+            slots = self._write_back.to_write(tier)
+            for group, part, hashes in self.host.chunks_in(slots) if len(slots) else ():
+                self._write_back.sent(tier, part)
+                tail = group.to_bytes(4, "big")
+                keys = [block_hash + tail for block_hash in hashes]
+                for salt, where in self._write_back.by_salt(part):
+                    chosen = tuple(keys[i] for i in where)
+                    self._submit_store(tier, group, chosen, part[where], salt, None, now)
+
+    def _salt(self, salt: bytes) -> bytes:
         """The digest of the salt at rest, keyed with the namespace, so that equal salts differ between namespaces."""
-        if context.salt == NO_SALT:
+        if salt == NO_SALT:
             return NO_SALT
-        return hashlib.blake2b(context.salt, digest_size=16, key=self._namespace.digest).digest()
+        return hashlib.blake2b(salt, digest_size=16, key=self._namespace.digest).digest()
 
     # --- a step's end: reports, deadlines, promotions ---------------------------------------------------------------
 
@@ -552,6 +596,7 @@ class TieringManager(OffloadingManager):
         self._keep_deadlines(now)
         if self._noting:
             self._serve_wants(now)
+        self._write_ahead(now)
         for entry in self.tiers:
             entry.tier.on_schedule_end(now=now)
         self._touches_left = MOST_TOUCHES_PER_STEP
@@ -627,6 +672,9 @@ class TieringManager(OffloadingManager):
                 self._settle_promotion(job, job.writer, ok)
         else:
             self.counters[f"chunks_cascaded {name}"] += len(ok) - failed
+            if job.is_write_back:
+                slots, gone = job.order.slots, job.outdated or not released
+                self._write_back.settled(job.tier, slots, slots[~ok], gone=gone)
             if not released and not job.outdated:
                 self.host.abandon(job.order.slots)
         if failed:
@@ -786,10 +834,11 @@ class TieringManager(OffloadingManager):
             slots,
             self.options.payload_bytes[run.group],
             self._namespace,
-            self._salt(life.context),
+            self._salt(life.context.salt),
             life.context,
         )
         writer = _Writer()
+        self._write_back.filled(slots)
         self._writers[slots] = writer
         self._touched_at[slots] = now
         self._track(job, tier, now + entry.promotion_s, writer)
@@ -854,6 +903,7 @@ class TieringManager(OffloadingManager):
         for job in self._transfer_jobs.values():
             job.outdated = True
         self._writers.fill(None)
+        self._write_back.forget()
         self.host.clear()
         if not self.options.keep_tiers_on_reset:
             self._namespace = self._namespace_of(generation)
@@ -880,6 +930,9 @@ class TieringManager(OffloadingManager):
         stats.update(self.counters)
         stats.update(self._active)
         stats.update(self._allocations.stats("allocation_chunks"))
+        for index in self._write_back.tiers:
+            stats[f"chunks_unwritten {self.tiers[index].tier.name}"] = self._write_back.unwritten(index)
+            stats[f"evictions_unwritten {self.tiers[index].tier.name}"] = self._write_back.lost[index]
         stats["slots"] = self.host.slots
         stats["event_overflows host"] = self._log.overflows
         for state, count in self.host.counts().items():
@@ -892,6 +945,14 @@ class TieringManager(OffloadingManager):
         if self._overdue:
             stats["tier_jobs_overdue_at"] = next(iter(self._overdue.values())).overdue_at
         return stats
+
+    def flush(self, *, now: float) -> bool:
+        for index in self._write_back.tiers:
+            self._read_reports(index, self.tiers[index].tier, now)
+        self._keep_deadlines(now)
+        self._write_back.write_all()
+        self._write_ahead(now)
+        return any(self._write_back.on_the_way.values())
 
     def shutdown(self, *, now: float, deadline_s: float) -> None:
         for entry in self.tiers:  # one after the other, so each has its share of the time
@@ -913,6 +974,10 @@ class TieringManager(OffloadingManager):
         budget = sum(life.budget for life in self._lives.values())
         if budget != self._lease_budget or budget > self.host.slots // 2:
             raise InvariantError(f"found a lease budget of {self._lease_budget}, expected {budget}, at most half")
+        on_the_way: Counter[int] = Counter()
+        for job in self._transfer_jobs.values():
+            on_the_way[job.tier] += len(job.order.keys) if job.is_write_back else 0
+        self._write_back.check(on_the_way)
         if open_reservations is not None:
             theirs = {r.number for r in open_reservations}
             if theirs != set(self._open):
@@ -991,6 +1056,10 @@ class _Job:
     @property
     def word(self) -> str:
         return "promotion" if self.writer else "cascade"
+
+    @property
+    def is_write_back(self) -> bool:
+        return self.order.context is None
 
 
 class _Ask:

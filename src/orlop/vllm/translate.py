@@ -89,12 +89,13 @@ def reports_of(output: WorkerOutput) -> Reports | None:
 def worker_output(output: KVConnectorOutput) -> WorkerOutput:
     """What all ranks said in one step, merged by vLLM. Beside other connectors its requests may be theirs."""
     said = output.kv_connector_worker_meta
-    if not (isinstance(said, Reports) or output.finished_recving):
+    if not (isinstance(said, Reports) or output.finished_recving or output.invalid_block_ids):
         return NOTHING
     return WorkerOutput(
         reports=said.reports if isinstance(said, Reports) else (),
         finished_recving=frozenset(output.finished_recving or ()),
         failed_recving=frozenset(output.failed_recving or ()),
+        failed_block_ids=frozenset(output.invalid_block_ids or ()),
     )
 
 

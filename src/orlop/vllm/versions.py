@@ -69,7 +69,12 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         "new_block_ids",
         "num_computed_tokens",
     ),
-    "vllm.v1.outputs:KVConnectorOutput": ("finished_recving", "failed_recving", "kv_connector_worker_meta"),
+    "vllm.v1.outputs:KVConnectorOutput": (
+        "finished_recving",
+        "failed_recving",
+        "invalid_block_ids",
+        "kv_connector_worker_meta",
+    ),
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorTransferResults": (
         "finished_recving",
         "failed_recving",

@@ -116,8 +116,13 @@ class ARC(EvictionPolicy):
         self._line.mark(parent, self._side_of[parent])
         return self.pop()
 
+    def coming(self, n: int) -> Sequence[int]:
+        sides = (T1, T2) if self._count[T1] > self.share else (T2, T1)
+        found: list[int] = np.concatenate([self._line.slots_with(side) for side in sides])[:n].tolist()
+        return found
+
     def candidates(self) -> Collection[int]:
-        return self._line.slots_with((T1, T2))
+        return self.coming(self.slots)
 
     def _leave(self, place: int, side: int) -> int:
         slot = self._line.take_at(place)

@@ -60,7 +60,7 @@ class EvictionPolicy(ABC):
         """Choose a candidate; its chunk is gone with the return. Called only while there is one."""
 
     def inherit(self, parent: int, child: int) -> None:
-        """After ``pop`` returned ``child``: ``parent`` was needed whenever ``child`` was. It is no candidate yet."""
+        """After ``pop`` returned ``child``: ``parent``, readable and no candidate yet, was needed whenever it was."""
 
     def replace(self, parent: int, child: int) -> int:
         """After ``pop`` returned ``child``, the last one of ``parent``: offer ``parent`` and choose the next victim.
@@ -70,6 +70,13 @@ class EvictionPolicy(ABC):
         self.inherit(parent, child)
         self.offer((parent,))
         return self.pop()
+
+    def coming(self, n: int) -> Sequence[int]:
+        """The candidates that would be chosen next, ``n`` at most, about in that order; nothing changes by it.
+
+        What is written to a tier before it leaves is chosen by it. Asked now and then, so it may look at all of them.
+        """
+        return list(self.candidates())[:n]
 
     @abstractmethod
     def candidates(self) -> Collection[int]:

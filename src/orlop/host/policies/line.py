@@ -11,7 +11,6 @@ are closed, once in as many additions as there are slots, in one pass over array
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -106,9 +105,10 @@ class Line:
         found: Int64Array = self._slots[start:stop][self.mark_at[start:stop] == mark][::-1]
         return found
 
-    def slots_with(self, marks: Sequence[int]) -> list[int]:
-        """The slots with one of some marks; for checks."""
-        found: list[int] = self._slots[: self.end][np.isin(self.mark_at[: self.end], list(marks))].tolist()
+    def slots_with(self, mark: int, start: int = 0, stop: int | None = None) -> Int64Array:
+        """The slots with a mark in a stretch of places, the oldest first."""
+        stretch = slice(start, self.end if stop is None else stop)
+        found: Int64Array = self._slots[stretch][self.mark_at[stretch] == mark]
         return found
 
     def _close_holes(self) -> None:

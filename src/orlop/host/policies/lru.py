@@ -106,6 +106,13 @@ class LRU(EvictionPolicy):
         self.offer((parent,))
         return self.pop()
 
+    def coming(self, n: int) -> Sequence[int]:
+        slots = np.flatnonzero(self._offers)
+        if len(slots) > n:
+            slots = slots[np.argpartition(self._ticks[slots], n)[:n]]
+        found: list[int] = slots[np.argsort(self._ticks[slots])].tolist()
+        return found
+
     def candidates(self) -> Collection[int]:
         found: list[int] = np.flatnonzero(self._offers).tolist()
         return found

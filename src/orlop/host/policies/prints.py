@@ -13,10 +13,10 @@ import numpy as np
 
 from orlop.core import Int64Array
 
-_GROUP_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+_GROUP_STEP, _MASK = 0x9E3779B97F4A7C15, (1 << 63) - 1
 
 
 def prints(group: int, hashes: Sequence[bytes]) -> Int64Array:
     """A number per key, the same as long as the process lives; int64."""
     found = np.fromiter(map(hash, hashes), np.int64, len(hashes))
-    return found + np.int64(group) * np.int64(_GROUP_STEP) if group else found
+    return found ^ (group * _GROUP_STEP & _MASK)

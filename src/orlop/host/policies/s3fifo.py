@@ -133,6 +133,14 @@ class S3FIFO(EvictionPolicy):
         self._set_offered(parent, 1)
         return self.pop()
 
+    def coming(self, n: int) -> Sequence[int]:
+        marks = (SMALL_LEAVES, MAIN_LEAVES, MAIN_STAYS, SMALL_MOVES)
+        if self._small < self._small_most:
+            marks = (MAIN_LEAVES, MAIN_STAYS, SMALL_LEAVES, SMALL_MOVES)
+        slots = np.concatenate([self._line.slots_with(mark) for mark in marks])
+        found: list[int] = slots[self._offers[slots] != 0][:n].tolist()
+        return found
+
     def candidates(self) -> Collection[int]:
         found: list[int] = np.flatnonzero(self._offers).tolist()
         return found

@@ -75,8 +75,15 @@ class Sieve(EvictionPolicy):
             return line.take_at(place)
         return super().replace(parent, child)
 
+    def coming(self, n: int) -> Sequence[int]:
+        line, marks = self._line, (CANDIDATE, CANDIDATE | USED)
+        stretches = ((line.hand, line.end), (0, line.hand))
+        slots = [line.slots_with(mark, start, stop) for mark in marks for start, stop in stretches]
+        found: list[int] = np.concatenate(slots)[:n].tolist()
+        return found
+
     def candidates(self) -> Collection[int]:
-        return self._line.slots_with((CANDIDATE, CANDIDATE | USED))
+        return self.coming(self.slots)
 
     def _pass(self, place: int) -> None:
         """The hand goes on to a place, and those between lose their bit."""
