@@ -9,7 +9,7 @@ import ast
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -233,6 +233,25 @@ def test_found_by_its_path_it_is_known_by_name_too(monkeypatch: pytest.MonkeyPat
     KVConnectorFactory.get_connector_class(KVTransferConfig(**TRANSFER, kv_connector_module_path="orlop.vllm"))
     said = {"OrlopConnector": {CHANGED: {"tokens_loaded": 64.0}}}
     assert MultiConnector.build_kv_connector_stats(said)["OrlopConnector"].data == said["OrlopConnector"]
+
+
+@pytest.mark.fault("B233")
+def test_a_kind_of_ranks_that_goes_by_another_name_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else engines would be taken whose ranks are not offloaded together."""
+    import vllm.config
+
+    from orlop.vllm import versions
+    from orlop.vllm.connector import OrlopConnector
+
+    @dataclass
+    class Later:
+        pipeline_parallel_size: int = 1
+        prefill_context_parallel_size: int = 1
+        nnodes: int = 1
+
+    monkeypatch.setattr(vllm.config, "ParallelConfig", Later)
+    with pytest.raises(ConfigError, match=r"ParallelConfig\.decode_context_parallel_size: found no such field"):
+        versions.check("0.99.1", bases(), OrlopConnector)
 
 
 # --- KV groups ----------------------------------------------------------------------------------------

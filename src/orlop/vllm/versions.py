@@ -50,6 +50,12 @@ HOOKS: Mapping[str, tuple[str, ...]] = {
 }
 
 FIELDS: Mapping[str, tuple[str, ...]] = {
+    "vllm.config:ParallelConfig": (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+        "nnodes",
+    ),
     "vllm.v1.core.sched.output:SchedulerOutput": (
         "scheduled_new_reqs",
         "scheduled_cached_reqs",
