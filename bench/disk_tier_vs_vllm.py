@@ -1,18 +1,24 @@
 """The slab beside the disk itself and vLLM's file tier: GB/s of stores and loads, the engine's thread idle and busy.
 
 In: ``--short`` for a small form, ``--directory`` on the disk to measure, ``--memory`` on a file system in memory,
-``--json`` for the figures. Out: a table of medians with their spread and of ratios within one run. Never: an assertion
-about a rate, anything left behind.
+``--json`` for the figures, ``--profile`` for where the time goes. Out: a table of medians with their spread and of
+ratios within one run. Never: an assertion about a rate, anything left behind.
 
 Method. Four are measured in turn, round after round (A B C D A B C D ...): the limit of the machine (fio with direct
 I/O and the block size of a chunk, the better of two depths; a loop of vectored direct calls where fio is missing), the
 slab in its I/O process, the same without checksums, and the file tier of vLLM as its package has it, on a view of the
-same size. Same bytes, jobs of 32 chunks, eight jobs in flight, the default threads of each. Loads come right after the
-stores of the same round and go past the page cache; on a memory file system everything is in memory. "Busy": the
+same size. The slab has room for four times of what is stored. Same bytes, jobs of 32 chunks, eight jobs in flight, the
+default threads of each. Loads come right after the stores of the same round and go past the page cache; on a memory
+file system everything is in memory. "Busy": the
 engine's thread does units of pure Python of about 0.4 ms, one after the other, and looks for reports in between. The
 first round warms up and does not count.
 
+``--profile`` counts instead what the slab costs in CPU time, which other programs on the machine disturb less than
+rates: microseconds per chunk of the I/O process, of the threads that Orlop has beside the engine's, and of the calls on
+the engine's thread itself, and how often the I/O process gave its core away per job.
+
     PYTHONPATH=src python bench/disk_tier_vs_vllm.py --short
+    PYTHONPATH=src python bench/disk_tier_vs_vllm.py --profile
 """
 
 from __future__ import annotations
@@ -84,7 +90,7 @@ class Tier:
 
 def unchecked_store(**kwargs: Any) -> DiskStore:
     """Made in the I/O process: from then on it takes every checksum for 0."""
-    envelope.part_checksum = lambda view: 0  # type: ignore[assignment]
+    envelope.digest = lambda view: 0  # type: ignore[assignment]
     return DiskStore(**kwargs)
 
 
@@ -101,11 +107,17 @@ class Slab(Tier):
         self._runner = TierRunner(
             RunnerOptions("bench", queue_bytes=1 << 40, load_queue_bytes=1 << 40),
             self._region,
-            StoreSpec(factory, {"path": path, "max_bytes": max(64 << 20, size.total_bytes * 5 // 4)}),
+            StoreSpec(factory, {"path": path, "max_bytes": 4 * size.total_bytes}),
         )
         if trouble := self._runner.wait_ready(30.0):
             raise SystemExit(trouble)
         self._ids = iter(range(1 << 30))
+
+    @property
+    def io_pid(self) -> int:
+        pid = self._runner.io_pid
+        assert pid is not None
+        return pid
 
     def submit(self, kind: TransferKind, number: int) -> None:
         keys = tuple((number * JOB_CHUNKS + i).to_bytes(32, "big") + bytes(4) for i in range(JOB_CHUNKS))
@@ -116,7 +128,7 @@ class Slab(Tier):
     def finished(self) -> int:
         results = self._runner.get_finished_jobs()
         for result in results:
-            if set(result.outcomes) != {Outcome.OK}:
+            if result.outcomes.count(Outcome.OK) != JOB_CHUNKS:
                 raise SystemExit(f"a job failed: {result.reason or set(result.outcomes)}")
         return len(results)
 
@@ -184,6 +196,86 @@ def measure(directory: str, make: Callable[[str, Size], Tier], size: Size, unit:
             tier.close()
             shutil.rmtree(path)
     return rates
+
+
+# --- where the time goes ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """What some threads have used so far: seconds, ticks in user and in kernel mode, times the core was given away."""
+
+    seconds: float
+    user: int
+    system: int
+    switches: int
+
+    @classmethod
+    def of(cls, pid: int, but: int = -1) -> Cpu:
+        """All threads of a process but one; Linux only."""
+        seconds, user, system, switches = 0.0, 0, 0, 0
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            if int(thread) == but:
+                continue
+            path = f"/proc/{pid}/task/{thread}"
+            with open(f"{path}/schedstat") as file:
+                seconds += int(file.read().split()[0]) / 1e9
+            with open(f"{path}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+            user, system = user + int(fields[11]), system + int(fields[12])
+            with open(f"{path}/status") as file:
+                switches += sum(int(line.split()[1]) for line in file if line.startswith("voluntary_ctxt_switches"))
+        return cls(seconds, user, system, switches)
+
+    def since(self, before: Cpu) -> Cpu:
+        return Cpu(
+            self.seconds - before.seconds,
+            self.user - before.user,
+            self.system - before.system,
+            self.switches - before.switches,
+        )
+
+
+class Timed(Tier):
+    """Another tier, and the CPU time of its calls on the engine's thread."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self.seconds = 0.0
+
+    def submit(self, kind: TransferKind, number: int) -> None:
+        began = time.thread_time()
+        self._tier.submit(kind, number)
+        self.seconds += time.thread_time() - began
+
+    def finished(self) -> int:
+        began = time.thread_time()
+        done = self._tier.finished()
+        self.seconds += time.thread_time() - began
+        return done
+
+
+def profile(directory: str, where: str, size: Size, unit: Unit) -> None:
+    """One row per verb, beside an idle and a busy engine's thread."""
+    for beside, busy in (("idle", None), ("busy", unit)):
+        path = tempfile.mkdtemp(prefix="orlop-bench-", dir=directory)
+        slab = Slab(path, size)
+        try:
+            for kind in (STORE, LOAD):
+                timed = Timed(slab)
+                before = Cpu.of(slab.io_pid), Cpu.of(os.getpid(), os.getpid())
+                rate = move(timed, kind, size, busy)
+                io = Cpu.of(slab.io_pid).since(before[0])
+                beside_engine = Cpu.of(os.getpid(), os.getpid()).since(before[1])
+                chunks, share = size.jobs * JOB_CHUNKS, io.system / max(1, io.user + io.system)
+                print(
+                    f"{where:<7} {size.chunk_bytes >> 10:>5} KiB {kind:<6} {beside:<5}"
+                    f" {io.seconds / chunks * 1e6:>11.1f} {share:>9.2f} {io.switches / size.jobs:>9.1f}"
+                    f" {beside_engine.seconds / chunks * 1e6:>14.2f} {timed.seconds / chunks * 1e6:>9.2f} {rate:>6.2f}"
+                )
+        finally:
+            slab.close()
+            shutil.rmtree(path)
 
 
 # --- the limit ----------------------------------------------------------------------------------------------
@@ -291,29 +383,42 @@ def main() -> None:
     parser.add_argument("--directory", default=tempfile.gettempdir(), help="on the disk to measure")
     parser.add_argument("--memory", default="/dev/shm", help="on a file system in memory; empty: left out")
     parser.add_argument("--json", help="a file for the figures")
+    parser.add_argument("--profile", action="store_true", help="CPU time per chunk, and who needs it, instead of rates")
     options = parser.parse_args()
     rounds = 1 if options.short else 5
     total = (64 << 20) if options.short else (2 << 30)
     unit = Unit()
     print(f"{platform.platform()}, {os.cpu_count()} cores, {cpu_name()}; load {os.getloadavg()[0]:.1f}")
-    print(f"Python {platform.python_version()}, {rounds} rounds of {total >> 20} MiB after one that warms up; GB/s")
-    print(f"limit: {'fio' if shutil.which('fio') else 'a loop of direct calls, since fio is not installed'}\n")
-    print(
-        "where       chunk verb   beside  limit (spread)      slab (spread)       no checksum         vLLM"
-        "            slab to: limit      vLLM no checksum"
-    )
+    if options.profile:
+        print(f"Python {platform.python_version()}, {total >> 20} MiB per row")
+        print("CPU microseconds per chunk; system: share in the kernel; switches: of the I/O process per job\n")
+        print("where       chunk verb   beside I/O process    system  switches  other threads  calls on  GB/s")
+    else:
+        print(f"Python {platform.python_version()}, {rounds} rounds of {total >> 20} MiB after one that warms up; GB/s")
+        print_head()
     figures = []
     for where, directory in (("disk", options.directory), ("memory", options.memory)):
         if not directory:
             continue
         for chunk_bytes in (64 << 10, 2 << 20):
             size = Size(chunk_bytes, total, (64 << 20) if chunk_bytes < 1 << 20 else (512 << 20))
+            if options.profile:
+                profile(directory, where, size, unit)
+                continue
             seen = compare(directory, size, rounds, unit, direct=where == "disk")
             show(where, size, seen)
             figures.append({"where": where, "chunk_bytes": chunk_bytes, "seen": _plain(seen)})
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(figures, file, indent=1)
+
+
+def print_head() -> None:
+    print(f"limit: {'fio' if shutil.which('fio') else 'a loop of direct calls, since fio is not installed'}\n")
+    print(
+        "where       chunk verb   beside  limit (spread)      slab (spread)       no checksum         vLLM"
+        "            slab to: limit      vLLM no checksum"
+    )
 
 
 def _plain(seen: dict[str, list[Rates]]) -> dict[str, list[dict[str, float]]]:

@@ -56,10 +56,15 @@ def write_segment(path: str, shape: SegmentShape, first: int, count: int) -> Non
         file.truncate(shape.cells_bytes)
     keys = [bytes(16) + (first + i).to_bytes(32, "big") + bytes(4) for i in range(count)]
     now_us = int(time.time() * 1e6)
-    fields = [
-        fmt.Fields(first + i + 1, now_us - i, key_name(key), first + i + 1, shape.cell_bytes, shape.place(i))
-        for i, key in enumerate(keys)
-    ]
+    numbers = range(first + 1, first + count + 1)
+    fields = fmt.Fields(
+        numbers,
+        range(now_us, now_us - count, -1),
+        [key_name(key) for key in keys],
+        numbers,
+        shape.cell_bytes,
+        range(shape.place(0), shape.place(count)),
+    )
     with open(index_path, "wb") as file:
         file.write(fmt.pack_segment(shape))
         file.write(fmt.pack_records(fields, keys))

@@ -23,6 +23,7 @@ from orlop.stores.files import FilesStore
 from orlop.stores.files_folder import FilesFolder
 from orlop.testing.stores import (
     CHUNK_BYTES,
+    PAYLOAD_BYTES,
     ChunkStoreSuite,
     OpenStore,
     buffer,
@@ -300,7 +301,9 @@ def io_error(fd: int) -> int:
 
 @pytest.mark.fault("B113")
 @pytest.mark.fault("B126")
-@pytest.mark.parametrize("fail", [io_error, lambda fd: 0], ids=["error", "short"])
+@pytest.mark.parametrize(
+    "fail", [io_error, lambda fd: 0, lambda fd: PAYLOAD_BYTES], ids=["error", "short", "said and not done"]
+)
 def test_a_failed_write_is_not_visible(
     make: Callable[..., FilesStore], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fail: Callable[[int], int]
 ) -> None:

@@ -9,17 +9,19 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tier_doubles import NAMESPACE, PATIENCE_S, Rig, keys, make_gate, open_gate, wait_arrived
 
-from orlop.core import Outcome
+from orlop.core import Outcome, TierResult, TransferKind
 from orlop.errors import ConfigError
 from orlop.tiering import runner
-from orlop.tiering.io_messages import StoreSpec
+from orlop.tiering.io_messages import Clear, StoreSpec, Transfer
 
 Make = Callable[..., Rig]
 
@@ -41,6 +43,65 @@ def make(tmp_path: Path) -> Iterator[Make]:
     yield make_rig
     for rig in rigs:
         rig.close()
+
+
+def results_of_a_step(rig: Rig) -> list[TierResult]:
+    """As an engine gets them, which does not wait for them."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (results := rig.runner.get_finished_jobs()):
+        assert time.monotonic() < deadline, "no report came"
+        time.sleep(0)
+    return list(results)
+
+
+def test_the_engines_thread_posts_and_collects_by_itself(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make(quiet=True)
+    pid_of(rig)
+    assert rig.runner.wait_counted(PATIENCE_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.runner._pump, "_pass_on", None)  # the sender would end if it got anything
+        rig.store(keys(40))
+        assert results_of_a_step(rig)[0].outcomes == (Outcome.OK,) * 40
+        rig.load(keys(40))
+        assert results_of_a_step(rig)[0].outcomes == (Outcome.OK,) * 40
+
+
+def test_what_an_engine_does_not_fetch_is_kept_for_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More reports than the wire holds, and nobody collects: the owner makes room."""
+    rig = make(quiet=True)
+    pid_of(rig)
+    jobs = 8000
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.runner._pump, "collect", lambda: None)
+        for _ in range(jobs):
+            rig.load(keys(1))
+        rig.runner.shutdown(PATIENCE_S)
+    results = rig.runner.get_finished_jobs()
+    assert [result.outcomes for result in results] == [(Outcome.MISSING,)] * jobs
+
+
+def test_who_waits_for_the_count_hears_of_it_also_after_words_that_came_before_it(make: Make, tmp_path: Path) -> None:
+    rig = make(StoreSpec("tier_doubles:CountingStore", {"path": str(tmp_path)}), quiet=True)
+    pid_of(rig)
+    rig.ask(keys(1))
+    deadline = time.monotonic() + PATIENCE_S
+    while not rig.runner.get_answers() and rig.runner.get_stats().get("store_counted") is None:
+        assert time.monotonic() < deadline, "no word came"
+        time.sleep(0)
+    assert not rig.runner.wait_counted(0.0)
+    (tmp_path / "yes.counted").touch()
+    assert rig.runner.wait_counted(PATIENCE_S)
+
+
+def test_a_job_that_cannot_be_sent_is_reported_all_the_same(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    rig = make()
+    pid_of(rig)
+    rig.fill([0])
+    good = rig.job(TransferKind.STORE, keys(1))
+    rig.runner.submit_store(replace(good, slots=None), now=rig.now)  # type: ignore[arg-type]
+    (result,) = rig.results()
+    assert result.outcomes == (Outcome.UNAVAILABLE,)
+    assert any("could not be sent" in record.message for record in caplog.records)
 
 
 def pid_of(rig: Rig) -> int:
@@ -118,6 +179,25 @@ def test_killed_while_it_clears_it_clears_again(make: Make, tmp_path: Path) -> N
     while rig.store(keys(1, b"n")) and rig.results()[0].outcomes != (Outcome.OK,):
         rig.now += 100.0
     assert [bytes.fromhex(entry.name)[16:] for entry in tmp_path.iterdir() if not entry.suffix] == keys(1, b"n")
+
+
+def test_nothing_overtakes_a_clear_that_waits_for_the_sender(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make()
+    pid_of(rig)
+    pump = rig.runner._pump
+    link = pump._link
+    assert link is not None
+    pass_on, post, send = pump._pass_on, link.post, link.send
+    gate = threading.Event()
+    went: list[Any] = []
+    monkeypatch.setattr(pump, "_pass_on", lambda first: gate.wait(PATIENCE_S) and pass_on(first))
+    monkeypatch.setattr(link, "post", lambda message: went.append(message) or post(message))
+    monkeypatch.setattr(link, "send", lambda messages: went.extend(messages) or send(messages))
+    rig.runner.clear()
+    rig.store(keys(1))
+    gate.set()
+    rig.results()
+    assert [type(message) for message in went] == [Clear, Transfer]
 
 
 @pytest.mark.fault("B109")
@@ -229,7 +309,7 @@ ENGINE = """
     from orlop.tiering.io_messages import StoreSpec
 
     path = Path(sys.argv[1])
-    rig = Rig(StoreSpec("tier_doubles:DirectoryStore", {"path": str(path)}), io_process=True)
+    rig = Rig(StoreSpec("tier_doubles:" + sys.argv[3], {"path": str(path)}), io_process=True)
     rig.store(keys(1))
     assert rig.runner.wait_ready(PATIENCE_S) is None
     wait_arrived(path, "write")
@@ -249,7 +329,7 @@ def test_a_killed_engine_leaves_no_orphan_even_with_a_hung_store_or_a_fork_of_it
 ) -> None:
     make_gate(tmp_path, "write")
     engine = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(ENGINE), str(tmp_path), fork],
+        [sys.executable, "-c", textwrap.dedent(ENGINE), str(tmp_path), fork, "DirectoryStore"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -259,6 +339,25 @@ def test_a_killed_engine_leaves_no_orphan_even_with_a_hung_store_or_a_fork_of_it
         pidfd = os.pidfd_open(int(engine.stdout.readline()))
         if fork == "fork":
             assert engine.stdout.readline() == b"forked\n"
+        engine.kill()
+        wait_ended(pidfd)
+
+
+@pytest.mark.fault("B208")
+def test_a_killed_engine_leaves_no_orphan_that_waits_for_a_reader_of_its_log(tmp_path: Path) -> None:
+    make_gate(tmp_path, "write")
+    engine = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(ENGINE), str(tmp_path), "alone", "ChattyStore"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    with engine:
+        assert engine.stdout is not None
+        assert engine.stderr is not None
+        pidfd = os.pidfd_open(int(engine.stdout.readline()))
+        open_gate(tmp_path, "write")
+        assert engine.stderr.read(1)  # it has begun to speak
         engine.kill()
         wait_ended(pidfd)
 
@@ -281,6 +380,45 @@ FORKING = """
     assert rig.runner.get_stats()["io_restarts"] == 0
     rig.close()
 """
+
+
+FORKED_AT_START = """
+    import os, signal, sys
+    from tier_doubles import PATIENCE_S, Rig, keys
+    from orlop.core import Outcome
+    from orlop.tiering import io_links
+    from orlop.tiering.io_messages import StoreSpec
+
+    start, (ours, theirs) = io_links._start, os.pipe()
+
+    def fork_too(*args):
+        started = start(*args)
+        if os.fork() == 0:
+            os.close(theirs)
+            os.read(ours, 1)  # until the engine ends
+            os._exit(0)
+        return started
+
+    io_links._start = fork_too
+    rig = Rig(StoreSpec("tier_doubles:DirectoryStore", {"path": sys.argv[1]}), io_process=True, restart_s=PATIENCE_S)
+    assert rig.runner.wait_ready(PATIENCE_S) is None
+    pid = rig.runner.io_pid
+    os.kill(pid, signal.SIGSTOP)
+    rig.store(keys(1))
+    os.kill(pid, signal.SIGKILL)
+    assert rig.results()[0].outcomes == (Outcome.UNAVAILABLE,)
+    rig.close()
+"""
+
+
+def test_a_fork_at_the_moment_of_the_start_does_not_hide_a_death(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FORKED_AT_START), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=4 * PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0
 
 
 def test_a_fork_of_the_engine_cannot_end_the_engines_tier(tmp_path: Path) -> None:

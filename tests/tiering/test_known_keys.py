@@ -81,6 +81,7 @@ def test_a_killed_process_is_forgotten_and_the_next_one_is_believed(tmp_path: Pa
         rig.close()
 
 
+@pytest.mark.fault("B142")
 def test_while_no_process_is_there_nothing_is_believed(tmp_path: Path) -> None:
     spec = StoreSpec("orlop.stores.disk.store:DiskStore", {"path": str(tmp_path), "max_bytes": 8 << 20})
     rig = Rig(spec, io_process=True, restart_s=1e6, max_restart_s=1e6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,8 +17,10 @@ from orlop.core import Outcome, TransferKind
 from orlop.errors import ConfigError, StoreError
 from orlop.tiering.base import ChunkStore
 from orlop.tiering.breaker import BreakerOptions
-from orlop.tiering.io_messages import StoreSpec
+from orlop.tiering.io_links import Link, ThreadLink
+from orlop.tiering.io_messages import StoreSpec, ToWorker
 from orlop.tiering.io_worker import IoWorker
+from orlop.tiering.runner import Posted
 
 Make = Callable[..., Rig]
 
@@ -307,16 +310,17 @@ class UnknownToAnybody(BaseException):
 @pytest.mark.fault("B147")
 @pytest.mark.fault("B149")
 def test_an_exception_fails_its_job_and_the_threads_go_on(make: Make, store: MemoryStore) -> None:
+    """Also where jobs that wait together go by one call."""
     rig = make(threads=2, breaker=BreakerOptions(failures=100))
-    counts = {"write": 0, "read_into": 0}
+    poison = {"write": NAMESPACE.digest + keys(20)[2], "read_into": NAMESPACE.digest + keys(20)[7]}
+    calls: list[int] = []
 
-    def third_fails(verb: str, keys: Sequence[bytes]) -> None:
-        if verb in counts:
-            counts[verb] += 1
-            if counts[verb] == 3:
-                raise OSError(errno.EIO, "cable") if verb == "write" else UnknownToAnybody("?")
+    def one_fails(verb: str, keys: Sequence[bytes]) -> None:
+        calls.append(len(keys))
+        if poison.get(verb) in keys:
+            raise OSError(errno.EIO, "cable") if verb == "write" else UnknownToAnybody("?")
 
-    store.before = third_fails  # type: ignore[method-assign]
+    store.before = one_fails  # type: ignore[method-assign]
     for i in range(20):
         rig.store([keys(20)[i]], i)
     stored = rig.results(20)
@@ -330,6 +334,24 @@ def test_an_exception_fails_its_job_and_the_threads_go_on(make: Make, store: Mem
     assert (stats["written_io_error"], stats["read_io_error"]) == (1, 1)
     assert (stats["queue_bytes"], stats["load_queue_bytes"], stats["open_jobs"]) == (0, 0, 0)
     assert any("UnknownToAnybody" in result.reason for result in loaded)
+
+
+def test_jobs_that_wait_together_go_by_one_call_and_are_reported_each(make: Make, store: MemoryStore) -> None:
+    rig = make(threads=2)
+    gate = Gate(store, "write")
+    names = keys(61)
+    rig.store(names[:1])
+    gate.wait_reached()
+    calls: list[int] = []
+    store.before = lambda verb, keys: calls.append(len(keys)) if verb == "write" else None  # type: ignore[method-assign]
+    for start in range(1, 59, 2):
+        rig.store(names[start : start + 2], start)
+    rig.store(names[59:], 59, group=1)
+    rig.found(names[:1])  # answered after all of them have come
+    gate.open()
+    outcomes = [result.outcomes for result in rig.results(31)]
+    assert outcomes == [(Outcome.OK,)] + [(Outcome.OK,) * 2] * 30
+    assert calls == [58, 2], "what differs in more than keys and slots goes by itself"
 
 
 @pytest.mark.parametrize(
@@ -465,6 +487,66 @@ def test_a_job_that_cannot_be_sent_is_reported_all_the_same(make: Make, caplog: 
     assert any("could not be sent" in record.message for record in caplog.records)
 
 
+def test_a_job_whose_worker_dies_while_it_is_posted_is_not_given_to_the_next_one(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its report says that its slots are free: nobody may touch them for it any more."""
+    rig = make(restart_s=0.01)
+    assert rig.runner.wait_ready(PATIENCE_S) is None
+    pump = rig.runner._pump
+
+    def die(link: Link, message: ToWorker) -> bool:
+        link.kill()
+        deadline = time.monotonic() + PATIENCE_S
+        while not any(hasattr(message, "report") for message in pump.arrived):
+            assert time.monotonic() < deadline, "nobody reports it"
+            time.sleep(0)
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadLink, "post", die)
+        rig.store(keys(1))
+    assert rig.results()[0].outcomes == (Outcome.UNAVAILABLE,)
+    rig.runner.shutdown(PATIENCE_S)
+    assert "unknown_reports" not in rig.runner.get_stats()
+
+
+def test_a_merge_that_fails_does_not_end_the_sender(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise MemoryError
+
+    rig = make()
+    rig.runner._pump._posted.put(fail)
+    rig.store(keys(1))
+    assert rig.results()[0].outcomes == (Outcome.OK,)
+    assert any("work beside the engine failed" in record.message for record in caplog.records)
+
+
+def test_a_job_that_is_posted_to_a_worker_that_was_buried_meanwhile_is_reported(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make(restart_s=1e6)
+    assert rig.runner.wait_ready(PATIENCE_S) is None
+    pump = rig.runner._pump
+    link, remember = pump._link, pump._remember
+    assert link is not None
+
+    def late(message: Posted) -> None:
+        link.kill()
+        deadline = time.monotonic() + PATIENCE_S
+        while pump._link is link:
+            assert time.monotonic() < deadline, "nobody buries it"
+            time.sleep(0)
+        with pump._lock:  # what it owed has been settled
+            remember(message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pump, "_remember", late)
+        patch.setattr(link, "post", lambda message: True)
+        rig.store(keys(1))
+    assert rig.results()[0].outcomes == (Outcome.UNAVAILABLE,)
+
+
 # --- start --------------------------------------------------------------------------------------------
 
 
@@ -589,6 +671,23 @@ def test_shutdown_drains_then_closes_the_store(make: Make, store: MemoryStore) -
     assert store.closed
     rig.store(keys(1))
     assert rig.results()[0].outcomes == (Outcome.UNAVAILABLE,)
+
+
+@pytest.mark.parametrize("lock", ["_sending", "_taking"])
+def test_shutdown_ends_after_a_signal_in_the_middle_of_a_call(make: Make, lock: str) -> None:
+    """Its exception may come right behind the taking of a lock, where nothing gives that back."""
+    rig = make()
+    rig.store(keys(5))
+
+    def interrupted() -> None:
+        getattr(rig.runner._pump, lock).acquire()
+        rig.runner.shutdown(PATIENCE_S)
+
+    engine = threading.Thread(target=interrupted, daemon=True)
+    engine.start()
+    engine.join(2 * PATIENCE_S)
+    assert not engine.is_alive()
+    assert rig.results()[0].outcomes == (Outcome.OK,) * 5
 
 
 @pytest.mark.fault("B207")

@@ -6,6 +6,7 @@ Never: a sleep.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -145,6 +146,24 @@ class DirectoryStore(MemoryStore):
                 yield StoredChunk(bytes.fromhex(entry.name), entry.stat().st_size, 0.0)
 
 
+class CountingStore(DirectoryStore):
+    """Knows what it holds once a file ``yes.counted`` lies in its directory."""
+
+    def stats(self) -> dict[str, float]:
+        return {"counted": float((self._path / "yes.counted").exists())}
+
+
+class ChattyStore(DirectoryStore):
+    """Says more in each write than a pipe holds."""
+
+    def write(
+        self, keys: Sequence[bytes], headers: Sequence[memoryview], views: Sequence[memoryview]
+    ) -> Sequence[Outcome]:
+        outcomes = super().write(keys, headers, views)
+        logging.getLogger(__name__).warning("%s", "x" * (1 << 20))
+        return outcomes
+
+
 def make_gate(path: Path, verb: str) -> None:
     """Stop the next ``verb`` of a DirectoryStore."""
     os.mkfifo(path / f"{verb}.arrived")
@@ -200,9 +219,12 @@ def die() -> ChunkStore:
 
 
 class Rig:
-    """A region, a runner over a store, and jobs with bytes in them. ``now`` is the runner's clock."""
+    """A region, a runner over a store, and jobs with bytes in them. ``now`` is the runner's clock.
 
-    def __init__(self, spec: StoreSpec, *, io_process: bool = False, **options: Any) -> None:
+    ``quiet``: nobody is told when something has come, as in an engine.
+    """
+
+    def __init__(self, spec: StoreSpec, *, io_process: bool = False, quiet: bool = False, **options: Any) -> None:
         self.now = 100.0
         self.region = HostRegion.create(LAYOUT, prefault=False)
         self._came = threading.Semaphore(0)
@@ -212,7 +234,7 @@ class Rig:
             spec,
             io_process=io_process,
             clock=lambda: self.now,
-            notify=self._came.release,
+            notify=None if quiet else self._came.release,
         )
         self._ids = iter(range(1, 1 << 30))
         self._rng = np.random.default_rng(7)

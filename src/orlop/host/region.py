@@ -220,6 +220,7 @@ class HostRegion:
         self.slots = np.frombuffer(
             self._mapping, np.uint8, layout.slots * layout.slot_bytes, sections.slots_offset
         ).reshape(layout.slots, layout.slot_bytes)
+        self._flat = self.slots.reshape(-1).data
 
     @property
     def usable_slots(self) -> int:
@@ -239,7 +240,11 @@ class HostRegion:
         """The first ``nbytes`` of a slot, writable; starts on a multiple of 4096."""
         if not 0 <= nbytes <= self._slot_bytes:
             raise ValueError(f"found {nbytes} bytes asked of a slot, expected 0 to {self._slot_bytes}")
-        return memoryview(self.slots[slot])[:nbytes]
+        start = slot * self._slot_bytes
+        view = self._flat[start : start + nbytes]
+        if len(view) != nbytes or slot < 0:
+            raise IndexError(f"found slot {slot}, expected one of {len(self.slots)}")
+        return view
 
     def fileno(self) -> int:
         """The descriptor, for a process that is to inherit it."""
@@ -262,6 +267,7 @@ class HostRegion:
             self._server.join(timeout=1.0)  # after this the name is free again
         self._usable = np.zeros(1, np.uint64)
         self.slots = np.empty((0, self.layout.slot_bytes), np.uint8)
+        self._flat = memoryview(b"")
         self.checksums = np.empty((0, self.layout.ranks), np.uint64)
         try:
             self._mapping.close()

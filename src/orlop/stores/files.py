@@ -272,28 +272,28 @@ class FilesStore(ChunkStore):
     def _write_file(self, key: bytes, header: memoryview, view: memoryview, nbytes: int) -> None:
         temporary = self._writer.new_name()
         try:
-            self._fill(temporary, header, view)
-            self._publish(key, temporary, nbytes)
+            self._publish(key, temporary, nbytes, self._fill(temporary, header, view))
         except BaseException:
             with suppress(OSError):
                 os.unlink(temporary)
             raise
 
-    def _fill(self, path: str, header: memoryview, view: memoryview) -> None:
+    def _fill(self, path: str, header: memoryview, view: memoryview) -> float:
+        """The time that the file system has given it."""
         if not (self._direct and aligned(header, view)):
-            _write_whole(path, 0, header, view)
-            return
+            return _write_whole(path, 0, header, view)
         try:
-            _write_whole(path, _O_DIRECT, header, view)
+            return _write_whole(path, _O_DIRECT, header, view)
         except OSError as error:
             if error.errno not in NO_DIRECT_IO:
                 raise
             with suppress(OSError):
                 os.unlink(path)
-            _write_whole(path, 0, header, view)
+            mtime = _write_whole(path, 0, header, view)
             self._fall_back(error)
+            return mtime
 
-    def _publish(self, key: bytes, temporary: str, nbytes: int) -> None:
+    def _publish(self, key: bytes, temporary: str, nbytes: int, mtime: float) -> None:
         path = self.path_of(key)
         with self._key_lock(key):
             try:
@@ -301,8 +301,7 @@ class FilesStore(ChunkStore):
             except FileNotFoundError:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 os.rename(temporary, path)
-            now = self._wall_clock()
-            self._learn(key, _Entry(nbytes, now, _mtime(path, now)))
+            self._learn(key, _Entry(nbytes, self._wall_clock(), mtime))
 
     # --- room ----------------------------------------------------------------------------------------
 
@@ -718,12 +717,15 @@ class _Writer:
 # --- the file system -------------------------------------------------------------------------------------
 
 
-def _write_whole(path: str, flags: int, *buffers: memoryview) -> None:
+def _write_whole(path: str, flags: int, *buffers: memoryview) -> float:
+    """A new file of just these bytes; its mtime."""
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
     try:
         move_all(os.pwritev, fd, buffers)
-        if os.fstat(fd).st_size != sum(map(len, buffers)):
+        found = os.fstat(fd)
+        if found.st_size != sum(map(len, buffers)):
             raise OSError(errno.EIO, "the file is shorter than what was written")
+        return found.st_mtime
     except EOFError as error:
         raise OSError(errno.EIO, "a write wrote nothing") from error
     finally:

@@ -6,6 +6,7 @@ error and one log line per kind of it. Never: a layout on disk, a decision about
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import logging
@@ -115,5 +116,7 @@ def entries(directory: str | Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _address(buffer: memoryview) -> int:
-    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-    return address
+    if buffer.readonly:
+        address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+        return address
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))  # a fifth of the time

@@ -25,7 +25,7 @@ from typing import Any
 from orlop.host.region import HostRegion
 from orlop.tiering.io_links import Link
 from orlop.tiering.io_messages import Ask, Bye, FromWorker, IoOptions, StoreSpec, ToWorker
-from orlop.tiering.io_worker import PART_CHUNKS, IoWorker, _HeaderPages, _Part
+from orlop.tiering.io_worker import IoWorker, _Batch, _Headers
 from orlop.tiering.runner import Pump
 
 SCRIBBLE = b"\xee"
@@ -41,15 +41,15 @@ def _nobody(job_id: int) -> None:
 
 @dataclass(eq=False, slots=True)
 class Begun:
-    """Work that one hand of the worker is in the middle of: a part of a transfer, touched keys, or a lookup."""
+    """Work that one hand of the worker is in the middle of: parts of transfers, touched keys, or a lookup."""
 
     work: Any
     stuck: bool = False
 
     @property
-    def job_id(self) -> int | None:
-        """The transfer that it is a part of."""
-        return self.work.job.transfer.job_id if isinstance(self.work, _Part) else None
+    def job_ids(self) -> list[int]:
+        """The transfers that it moves parts of."""
+        return [part.job.transfer.job_id for part in self.work.parts] if isinstance(self.work, _Batch) else []
 
 
 class InlineWorker(IoWorker):
@@ -59,7 +59,7 @@ class InlineWorker(IoWorker):
         super().__init__(*args, **kwargs)
         self.begun: list[Begun] = []
         self._touched = touched
-        self._headers = _HeaderPages(PART_CHUNKS)
+        self._headers = _Headers()
 
     def start(self) -> None:
         self._build_first()
@@ -92,8 +92,8 @@ class InlineWorker(IoWorker):
             if isinstance(begun.work, Ask):
                 self._answer(begun.work)
             else:
-                if begun.job_id is not None:
-                    self._touched(begun.job_id)
+                for job_id in begun.job_ids:
+                    self._touched(job_id)
                 self._do(begun.work, self._headers)
         self._clear_if_told()
         return len(due)
@@ -116,7 +116,7 @@ class InlineWorker(IoWorker):
         """Whether it was told to end and has nothing left to do."""
         return self._closing and not (self.begun or self._loads or self._stores or self._asks or self._clears)
 
-    def _next(self) -> _Part | Ask | Any | None:
+    def _next(self) -> _Batch | Ask | Any | None:
         asking = sum(isinstance(begun.work, Ask) for begun in self.begun)
         if self._asks and asking < self._options.lookup_threads:
             return self._asks.popleft()
@@ -125,13 +125,13 @@ class InlineWorker(IoWorker):
         return None
 
     def _scribble(self, begun: Begun) -> None:
-        part = begun.work
-        if not isinstance(part, _Part) or not part.job.transfer.load:
+        batch = begun.work
+        if not isinstance(batch, _Batch) or not batch.load:
             return
-        transfer = part.job.transfer
-        self._touched(transfer.job_id)
-        for slot in transfer.slots[part.start : part.stop]:
-            self._region.view(slot, transfer.payload_bytes)[:64] = SCRIBBLE * 64
+        for job_id in begun.job_ids:
+            self._touched(job_id)
+        for slot in batch.slots:
+            self._region.view(slot, batch.transfer.payload_bytes)[:64] = SCRIBBLE * 64
 
     def _clear_if_told(self) -> None:
         while self._clears and not self._loading and not self._storing:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 from orlop.host.region import HostRegion
 from orlop.tiering.io_messages import Channel, FromWorker, Hello, IoOptions, StoreSpec, ToWorker
+from orlop.tiering.io_ring import Wire
 from orlop.tiering.io_worker import IoWorker
 
 
@@ -31,9 +32,27 @@ class Link(ABC):
     def send(self, messages: Sequence[ToWorker]) -> None:
         """From the sender. ``OSError``: the worker is gone."""
 
+    def post(self, message: ToWorker) -> bool:
+        """From the engine's thread, at once: whether it is on its way. False: the sender has to do it.
+
+        Not while somebody is inside of ``send``.
+        """
+        return False
+
+    def collect(self) -> Sequence[FromWorker]:
+        """From the engine's thread, at once: what has come and is not for the owner alone.
+
+        Not while somebody is inside of ``take``.
+        """
+        return ()
+
+    def take(self) -> Sequence[FromWorker]:
+        """From the owner, at once: all that has come and that ``receive`` has not returned."""
+        return ()
+
     @abstractmethod
     def receive(self) -> Sequence[FromWorker]:
-        """From the owner; blocks. ``EOFError``: nothing more will come."""
+        """From the owner; blocks until something has come, be it for ``take``. ``EOFError``: nothing more will come."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -49,7 +68,7 @@ class Link(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """From the owner, when the sender is outside of ``send``: let go of descriptors."""
+        """From the owner, when nobody is inside of ``send`` or ``post``: let go of descriptors."""
 
     def epitaph(self) -> str:
         """How the worker ended, for the log."""
@@ -60,11 +79,17 @@ class ProcessLink(Link):
     """A worker in its own process, which is started here."""
 
     def __init__(self, spec: StoreSpec, options: IoOptions, region: HostRegion) -> None:
-        ours, theirs = socket.socketpair()
-        self._channel = Channel(ours)
+        # Both ends are channels, or a fork at this moment would keep the other one open and its death unheard.
+        self._channel, theirs = map(Channel, socket.socketpair())
+        self._killed = False
         try:
-            with theirs:
-                self._process = _start(theirs.fileno(), region.fileno())
+            with contextlib.closing(theirs):
+                self._wire = Wire.create()
+                try:
+                    self._process = _start(theirs.fileno(), region.fileno(), self._wire.fds)
+                except BaseException:
+                    self._wire.close()
+                    raise
         except BaseException:
             self._channel.close()
             raise
@@ -77,12 +102,32 @@ class ProcessLink(Link):
         return self._process.pid
 
     def send(self, messages: Sequence[ToWorker]) -> None:
-        self._channel.send(list(messages))
+        self._wire.outbox.put(list(messages), self._full)
+        self._wire.ring()
+
+    def post(self, message: ToWorker) -> bool:
+        if not self._wire.outbox.put_now([message]):
+            return False
+        self._wire.ring()
+        return True
+
+    def collect(self) -> Sequence[FromWorker]:
+        return self._wire.inbox.take(light=True)
+
+    def take(self) -> Sequence[FromWorker]:
+        return self._wire.inbox.take()
 
     def receive(self) -> Sequence[FromWorker]:
         return self._channel.receive()
 
+    def _full(self) -> None:
+        """It reads on, or somebody finds out that it does not."""
+        if self._killed:
+            raise OSError("the I/O process is gone")
+        self._wire.ring()
+
     def kill(self) -> None:
+        self._killed = True
         self._process.kill()
         self._channel.hang_up()
 
@@ -100,6 +145,7 @@ class ProcessLink(Link):
 
     def close(self) -> None:
         self._channel.close()
+        self._wire.close()
 
     def epitaph(self) -> str:
         code = self._process.returncode
@@ -107,14 +153,14 @@ class ProcessLink(Link):
         return f"the I/O process has ended {end}"
 
 
-def _start(socket_fd: int, region_fd: int) -> subprocess.Popen[bytes]:
+def _start(socket_fd: int, region_fd: int, wire_fds: tuple[int, int, int]) -> subprocess.Popen[bytes]:
     """The I/O process, with our import path, our stderr, and nothing else of ours.
 
     SIGINT and SIGTERM are blocked across the start: one that is meant for the group must not catch the process
     before it ignores them.
     """
     command = [sys.executable, "-P", "-m", "orlop.tiering.io_process"]
-    command += ["--socket-fd", str(socket_fd), "--region-fd", str(region_fd)]
+    command += ["--socket-fd", str(socket_fd), "--region-fd", str(region_fd), "--wire-fds", *map(str, wire_fds)]
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
@@ -122,7 +168,7 @@ def _start(socket_fd: int, region_fd: int) -> subprocess.Popen[bytes]:
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            pass_fds=(socket_fd, region_fd),
+            pass_fds=(socket_fd, region_fd, *wire_fds),
             env={**os.environ, "PYTHONPATH": path},
         )
     finally:

@@ -1,10 +1,11 @@
 """What a runner and its I/O worker say to each other, and the wire between their processes.
 
 In: words from ``core``. Out: small tuples that pickle compactly, and ``Channel``, which carries lists of them
-over a socket pair. Never: a decision, a thread, a payload byte (those lie in the host region).
+over a socket pair; ``io_ring`` carries them over memory. Never: a decision, a thread, a payload byte (those lie in the
+host region).
 
-A channel connects a process with the program it has started itself, over a socket pair nobody else has, which
-is why pickle is good enough.
+Both connect a process with the program it has started itself, over descriptors nobody else has, which is why pickle is
+good enough.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class IoOptions:
 
     ``threads`` move bytes, ``lookup_threads`` answer lookups. A transfer that has waited in the worker's queue for
     longer than ``load_wait_s`` or ``store_wait_s`` when its turn comes is not tried any more. ``events``: what leaves
-    the store is of interest.
+    the store is of interest. ``tell``: whoever sleeps in ``Link.receive`` is woken by every message, not only by those
+    that are for him alone.
     """
 
     name: str
@@ -89,6 +91,7 @@ class IoOptions:
     load_wait_s: float = 5.0
     store_wait_s: float = 30.0
     events: bool = False
+    tell: bool = True
 
 
 # --- to the worker ------------------------------------------------------------------------------------
@@ -207,6 +210,11 @@ class StoreStats(NamedTuple):
 
     values: Mapping[str, float]
 
+    @property
+    def complete(self) -> bool:
+        """Whether the store knows what it holds; it may still be looking through its directory."""
+        return bool(self.values.get("counted", 1.0))
+
 
 ToWorker = Transfer | Ask | Touch | Clear | Bye
 FromWorker = Ready | NotReady | Answer | Report | Keys | Cleared | Removed | StoreStats
@@ -215,6 +223,25 @@ FromWorker = Ready | NotReady | Answer | Report | Keys | Cleared | Removed | Sto
 # --- the wire -----------------------------------------------------------------------------------------
 
 _LENGTH_BYTES = 4
+
+
+def pack(messages: list[Any]) -> bytes:
+    """Messages as they travel."""
+    return pickle.dumps(messages, protocol=5)
+
+
+def unpack(body: bytes) -> list[Any]:
+    """What ``pack`` packed, in this process or in the one that it has started itself."""
+    messages: list[Any] = pickle.loads(body)
+    return messages
+
+
+def _framed(messages: list[Any]) -> bytes:
+    body = pack(messages)
+    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
+
+
+_WAKE = _framed([])
 
 
 class Channel:
@@ -226,14 +253,21 @@ class Channel:
 
     def send(self, messages: list[Any]) -> None:
         """Blocks until the kernel has taken all of it. ``OSError``: the other side is gone."""
-        body = pickle.dumps(messages, protocol=5)
-        self._sock.sendall(len(body).to_bytes(_LENGTH_BYTES, "little") + body)
+        self._sock.sendall(_framed(messages))
+
+    def wake(self) -> None:
+        """Send an empty list, at once; nothing where many have not been read yet. ``OSError``: nobody is there."""
+        with contextlib.suppress(BlockingIOError):
+            self._sock.send(_WAKE, socket.MSG_DONTWAIT)
 
     def receive(self) -> list[Any]:
         """The next list. ``EOFError``: the other side is gone, perhaps in the middle of a word."""
         length = int.from_bytes(self._exactly(_LENGTH_BYTES), "little")
-        messages: list[Any] = pickle.loads(self._exactly(length))
-        return messages
+        return unpack(self._exactly(length))
+
+    def fileno(self) -> int:
+        """The descriptor, for a process that is to inherit it."""
+        return self._sock.fileno()
 
     def hang_up(self) -> None:
         """Wakes whoever is blocked in ``send`` or ``receive``, on both sides."""

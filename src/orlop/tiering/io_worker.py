@@ -9,8 +9,8 @@ for the sake of a store.
     Ask ------> lookup queue --> lookup threads --> store.contains, in growing batches up to the first miss
     Transfer -> parts of up to 4 MiB or 32 chunks
                 load queue  \\
-                             > I/O threads, loads first --> read_into, verify | build headers, write
-                store queue /
+                             > I/O threads, loads first, several parts at once where many wait
+                store queue /    --> read_into, verify | build headers, write
     Clear ----> all queues emptied, running parts waited for --> scan, delete
 
 Stores never take the last I/O thread, so that a slow write delays no load (where there is more than one). A store
@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import mmap
 import threading
 import time
 from collections import deque
@@ -31,8 +30,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 
+import numpy as np
+import numpy.typing as npt
+
 from orlop.background import start_thread
-from orlop.core import PAGE_BYTES, Namespace, Outcome
+from orlop.core import Namespace, Outcome
 from orlop.errors import ConfigError, EnvelopeError, MissingExtra, OrlopError, StoreError
 from orlop.host.region import HostRegion
 from orlop.tiering import envelope
@@ -63,6 +65,8 @@ log = logging.getLogger(__name__)
 
 PART_BYTES = 4 << 20
 PART_CHUNKS = 32
+BATCH_PARTS = 2
+"""Of parts that are as large as they may be, so many go by one call where more are waiting than there are threads."""
 KEYS_PER_MESSAGE = 65_536
 MOST_TOUCHES = 256
 STATS_EVERY_S = 1.0
@@ -102,11 +106,27 @@ def one_line(error: BaseException) -> str:
 class _Job:
     """A transfer that is being worked on, and what is known of it so far."""
 
-    __slots__ = ("began", "codes", "damaged", "failed", "left", "nbytes", "reason", "received", "transfer")
+    __slots__ = (
+        "alike",
+        "began",
+        "codes",
+        "damaged",
+        "failed",
+        "left",
+        "nbytes",
+        "reason",
+        "received",
+        "step",
+        "transfer",
+    )
 
-    def __init__(self, transfer: Transfer, parts: int, now: float) -> None:
+    def __init__(self, transfer: Transfer, now: float) -> None:
         self.transfer = transfer
-        self.left = parts
+        self.alike = transfer._replace(job_id=0, keys=(), slots=())
+        """Equal for jobs whose parts may go by one call."""
+        self.step = max(1, min(PART_CHUNKS, PART_BYTES // max(1, transfer.payload_bytes)))
+        """The most chunks of one part."""
+        self.left = -(-len(transfer.keys) // self.step)
         self.codes = bytearray(len(transfer.keys))
         self.nbytes = 0
         self.reason = ""
@@ -130,6 +150,26 @@ class _Part:
     @property
     def count(self) -> int:
         return self.stop - self.start
+
+
+class _Batch:
+    """Parts that go by one call of the store, perhaps of several jobs that differ in their keys and slots alone."""
+
+    __slots__ = ("keys", "load", "parts", "slots", "transfer")
+
+    def __init__(self, parts: list[_Part]) -> None:
+        self.parts = parts
+        self.transfer = parts[0].job.transfer if parts else _NO_TRANSFER
+        self.load = self.transfer.load
+        self.keys: list[bytes] = []
+        self.slots: list[int] = []
+        for part in parts:
+            self.keys += part.job.transfer.keys[part.start : part.stop]
+            self.slots += part.job.transfer.slots[part.start : part.stop]
+
+    @property
+    def count(self) -> int:
+        return len(self.keys)
 
 
 class IoWorker:
@@ -231,14 +271,12 @@ class IoWorker:
 
     def _take_transfer(self, transfer: Transfer) -> None:
         count = len(transfer.keys)
-        step = max(1, min(PART_CHUNKS, PART_BYTES // max(1, transfer.payload_bytes)))
-        starts = range(0, count, step)
-        job = _Job(transfer, len(starts), self._clock())
+        job = _Job(transfer, self._clock())
         with self._lock:
             if not self._clears:
                 queue = self._loads if transfer.load else self._stores
-                queue.extend(_Part(job, start, min(start + step, count)) for start in starts)
-                self._work.notify(len(starts))
+                queue.extend(_Part(job, i, min(i + job.step, count)) for i in range(0, count, job.step))
+                self._work.notify(job.left)
                 return
         self._forget(transfer)
 
@@ -273,11 +311,11 @@ class IoWorker:
     # --- transfers ----------------------------------------------------------------------------------
 
     def _move_parts(self) -> None:
-        headers = _HeaderPages(PART_CHUNKS)
+        headers = _Headers()
         while (work := self._next_work()) is not None:
             self._do(work, headers)
 
-    def _do(self, work: _Part | Touch, headers: _HeaderPages) -> None:
+    def _do(self, work: _Batch | Touch, headers: _Headers) -> None:
         if isinstance(work, Touch):
             self._touch(work)
             return
@@ -289,8 +327,8 @@ class IoWorker:
             idle = not (self._loads or self._stores or self._loading or self._storing)
         self._maybe_stats(idle=idle)
 
-    def _next_work(self) -> _Part | Touch | None:
-        """The next part, loads first; None once there is nothing left to wait for."""
+    def _next_work(self) -> _Batch | Touch | None:
+        """The next parts, loads first; None once there is nothing left to wait for."""
         with self._lock:
             while (work := self._take_work()) is None:
                 if self._closing and not self._stores and not self._clears:
@@ -298,19 +336,20 @@ class IoWorker:
                 self._work.wait()
             return work
 
-    def _take_work(self) -> _Part | Touch | None:
+    def _take_work(self) -> _Batch | Touch | None:
         """What may be begun now. Under the lock."""
         if self._loads:
             self._loading += 1
-            return self._loads.popleft()
-        if self._stores and self._storing < max(1, self._options.threads - 1):
+            return _take_batch(self._loads, len(self._loads) // self._options.threads)
+        hands = max(1, self._options.threads - 1)
+        if self._stores and self._storing < hands:
             self._storing += 1
-            return self._stores.popleft()
+            return _take_batch(self._stores, -(-len(self._stores) // hands))  # nobody waits for them
         return self._touches.popleft() if self._touches else None
 
-    def _leave(self, part: _Part) -> None:
+    def _leave(self, batch: _Batch) -> None:
         with self._lock:
-            if part.job.transfer.load:
+            if batch.load:
                 self._loading -= 1
             else:
                 self._storing -= 1
@@ -321,65 +360,79 @@ class IoWorker:
             if self._closing:
                 self._work.notify_all()
 
-    def _move(self, part: _Part, headers: _HeaderPages) -> None:
-        job = part.job
+    def _move(self, batch: _Batch, headers: _Headers) -> None:
         now = self._clock()
-        job.began = job.began or now
-        limit_s = self._options.load_wait_s if job.transfer.load else self._options.store_wait_s
-        if now - job.received > limit_s:
+        limit_s = self._options.load_wait_s if batch.load else self._options.store_wait_s
+        for part in batch.parts:
+            part.job.began = part.job.began or now
+        late = [part for part in batch.parts if now - part.job.received > limit_s]
+        for part in late:
             self._part_done(part, [Outcome.TIMEOUT] * part.count, f"waited more than {limit_s:g} s in the queue")
-            return
+        if late:
+            batch = _Batch([part for part in batch.parts if part not in late])
+            if not batch.parts:
+                return
+        damaged: dict[int, str] = {}
         try:
             store = self._get_store()
         except BaseException as e:
-            self._part_done(part, [Outcome.UNAVAILABLE] * part.count, f"the store cannot be opened: {one_line(e)}")
-            return
-        damaged: list[str] = []
-        call = self._load_part if job.transfer.load else self._store_part
-        try:
-            outcomes, reason = call(store, job.transfer, part.start, part.stop, headers, damaged), ""
-        except BaseException as e:  # whatever a store raises is that job's trouble alone
-            outcomes, reason = [outcome_of(e)] * part.count, one_line(e)
-        self._part_done(part, outcomes, reason, damaged)
+            outcomes, reason = [Outcome.UNAVAILABLE] * batch.count, f"the store cannot be opened: {one_line(e)}"
+        else:
+            call = self._load_batch if batch.load else self._store_batch
+            try:
+                outcomes, reason = call(store, batch, headers, damaged), ""
+            except BaseException as e:  # whatever a store raises is that job's trouble alone
+                if len(batch.parts) > 1:
+                    for part in batch.parts:
+                        self._move(_Batch([part]), headers)
+                    return
+                outcomes, reason = [outcome_of(e)] * batch.count, one_line(e)
+        start = 0
+        for part in batch.parts:
+            stop = start + part.count
+            why = [damaged[i] for i in range(start, stop) if i in damaged] if damaged else ()
+            self._part_done(part, outcomes[start:stop], reason, why)
+            start = stop
 
-    def _load_part(
-        self,
-        store: ChunkStore,
-        transfer: Transfer,
-        start: int,
-        stop: int,
-        headers: _HeaderPages,
-        damaged: list[str],
+    def _load_batch(
+        self, store: ChunkStore, batch: _Batch, headers: _Headers, damaged: dict[int, str]
     ) -> list[Outcome]:
-        keys = transfer.keys[start:stop]
-        slots = transfer.slots[start:stop]
-        names = [transfer.digest + key for key in keys]
-        namespace = Namespace(transfer.digest, transfer.generation)
+        """``damaged``: why chunks did not verify, by their numbers in the batch."""
+        keys, slots, transfer = batch.keys, batch.slots, batch.transfer
+        digest, parts = transfer.digest, self._parts[transfer.group]
+        names = [digest + key for key in keys]
+        namespace = Namespace(digest, transfer.generation)
         with self._views(slots, transfer.payload_bytes) as views:
-            heads = headers.of(len(keys))
+            heads = headers.read.pages[: len(keys)]
             outcomes = _checked(store.read_into(names, heads, views), len(keys))
-            for i, outcome in enumerate(outcomes):
-                if outcome is Outcome.OK:
-                    outcomes[i] = self._verify(transfer, namespace, keys[i], slots[i], heads[i], views[i], damaged)
-                elif outcome is Outcome.CORRUPT:
-                    damaged.append(envelope.Reason.LENGTH)
+            there: Sequence[int] = range(len(keys))
+            if outcomes.count(Outcome.OK) < len(keys):
+                there = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.OK]
+                damaged |= {i: envelope.Reason.LENGTH for i, o in enumerate(outcomes) if o is Outcome.CORRUPT}
+            odd = there and headers.read.unlike(
+                there, views, namespace=namespace, keys=keys, payload_bytes=transfer.payload_bytes, parts=parts
+            )
+            for i in odd:
+                outcomes[i], why = self._judge(transfer, namespace, keys[i], heads[i], views[i])
+                damaged |= {i: why} if why else {}
+            # Whoever reads the slots next, a device or another tier, finds the checksums of what is there now.
+            sums = headers.read.part_checksums(len(keys), len(parts))
+            if outcomes.count(Outcome.OK) == len(keys):
+                self._region.checksums[slots] = sums
+                return outcomes
+            good = [i for i in there if outcomes[i] is Outcome.OK]
+            self._region.checksums[[slots[i] for i in good]] = sums[good]
         broken = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is Outcome.CORRUPT]
         if broken:
             _delete_quietly(store, broken)
         return outcomes
 
-    def _verify(
-        self,
-        transfer: Transfer,
-        namespace: Namespace,
-        key: bytes,
-        slot: int,
-        header: memoryview,
-        payload: memoryview,
-        damaged: list[str],
-    ) -> Outcome:
+    def _judge(
+        self, transfer: Transfer, namespace: Namespace, key: bytes, header: memoryview, payload: memoryview
+    ) -> tuple[Outcome, str]:
+        """What becomes of a chunk that is not exactly as we would have written it, and why."""
         try:
-            checksums = envelope.verify(
+            envelope.verify(
                 header,
                 payload,
                 namespace=namespace,
@@ -388,66 +441,62 @@ class IoWorker:
                 parts=self._parts[transfer.group],
             )
         except EnvelopeError as e:
-            damaged.append(str(e.reason))
-            return Outcome.MISSING if e.reason in KEPT_REASONS else Outcome.CORRUPT
-        # Whoever reads the slot next, a device or another tier, finds the checksums of what is there now.
-        self._region.checksums[slot] = checksums
-        return Outcome.OK
+            return (Outcome.MISSING if e.reason in KEPT_REASONS else Outcome.CORRUPT), str(e.reason)
+        return Outcome.OK, ""
 
-    def _store_part(
-        self,
-        store: ChunkStore,
-        transfer: Transfer,
-        start: int,
-        stop: int,
-        headers: _HeaderPages,
-        damaged: list[str],
+    def _store_batch(
+        self, store: ChunkStore, batch: _Batch, headers: _Headers, damaged: dict[int, str]
     ) -> list[Outcome]:
-        keys = transfer.keys[start:stop]
-        slots = transfer.slots[start:stop]
-        namespace = Namespace(transfer.digest, transfer.generation)
-        outcomes = [Outcome.OK] * len(keys)
+        """As ``_load_batch``."""
+        keys, slots, transfer = batch.keys, batch.slots, batch.transfer
+        sums = self._region.checksums[slots]
         with self._views(slots, transfer.payload_bytes) as views:
-            heads = headers.of(len(keys))
-            whole: list[int] = []
-            for i, slot in enumerate(slots):
-                checksums = self._region.checksums[slot].tolist()
-                if self._part_checksums(transfer.group, views[i]) != checksums:
-                    # They were never whole, or somebody wrote to a pinned slot: nothing to keep, nothing to remove.
-                    damaged.append(SOURCE_REASON)
-                    outcomes[i] = Outcome.CORRUPT
-                    continue
-                envelope.build(
-                    heads[i],
-                    namespace=namespace,
-                    key=keys[i],
-                    salt=transfer.salt,
-                    payload_bytes=transfer.payload_bytes,
-                    part_checksums=checksums,
-                )
-                whole.append(i)
+            seen, told = envelope.part_checksums(views, self._parts[transfer.group]), sums.tolist()
+            if seen == told:
+                return self._write(store, transfer, keys, views, sums, headers)
+            # Others were never whole, or somebody wrote to a pinned slot: nothing to keep, nothing to remove.
+            outcomes = [Outcome.CORRUPT] * len(keys)
+            whole = [i for i in range(len(keys)) if seen[i] == told[i]]
+            damaged |= dict.fromkeys(set(range(len(keys))).difference(whole), SOURCE_REASON)
             if whole:
-                names = [transfer.digest + keys[i] for i in whole]
-                written = store.write(names, [heads[i] for i in whole], [views[i] for i in whole])
-                for i, outcome in zip(whole, _checked(written, len(whole)), strict=True):
+                some = [keys[i] for i in whole], [views[i] for i in whole], sums[whole]
+                for i, outcome in zip(whole, self._write(store, transfer, *some, headers), strict=True):
                     outcomes[i] = outcome
         return outcomes
 
-    def _part_checksums(self, group: int, payload: memoryview) -> list[int]:
-        return [envelope.part_checksum(payload[offset : offset + n]) for offset, n in self._parts[group]]
+    def _write(
+        self,
+        store: ChunkStore,
+        transfer: Transfer,
+        keys: Sequence[bytes],
+        views: Sequence[memoryview],
+        part_checksums: npt.NDArray[np.uint64],
+        headers: _Headers,
+    ) -> list[Outcome]:
+        heads = headers.new.build(
+            keys,
+            namespace=Namespace(transfer.digest, transfer.generation),
+            salt=transfer.salt,
+            payload_bytes=transfer.payload_bytes,
+            part_checksums=part_checksums,
+        )
+        return _checked(store.write([transfer.digest + key for key in keys], heads, views), len(keys))
 
     @contextmanager
     def _views(self, slots: Sequence[int], nbytes: int) -> Iterator[list[memoryview]]:
         """Views of slots that are let go of afterwards, so that nobody touches a slot whose job is over."""
-        views: list[memoryview] = []
+        views = [self._region.view(slot, nbytes) for slot in slots]
         try:
-            views.extend(self._region.view(slot, nbytes) for slot in slots)
             yield views
         finally:
-            for view in views:
-                # A store that still has an array over it breaks its contract; its outcomes count all the same.
-                with suppress(BufferError):
+            try:
+                for view in views:
                     view.release()
+            except BufferError:
+                # A store that still has an array over one breaks its contract; its outcomes count all the same.
+                for view in views:
+                    with suppress(BufferError):
+                        view.release()
 
     def _part_done(
         self,
@@ -459,10 +508,13 @@ class IoWorker:
         tried: bool = True,
     ) -> None:
         job = part.job
+        kept = outcomes.count(Outcome.OK)
+        all_well = kept == part.count
+        codes = bytes(kept) if all_well else bytes(OUTCOME_CODES[outcome] for outcome in outcomes)
+        failures = FAILURES.intersection(outcomes) if tried and not all_well else ()
         with self._lock:
-            job.codes[part.start : part.stop] = bytes(OUTCOME_CODES[outcome] for outcome in outcomes)
-            job.nbytes += outcomes.count(Outcome.OK) * job.transfer.payload_bytes
-            failures = FAILURES.intersection(outcomes) if tried else ()
+            job.codes[part.start : part.stop] = codes
+            job.nbytes += kept * job.transfer.payload_bytes
             job.failed |= bool(failures)
             job.reason = job.reason or reason or ", ".join(sorted(failures))
             job.damaged += tuple(damaged)
@@ -557,9 +609,9 @@ class IoWorker:
     def _say_what_it_holds(self, store: ChunkStore) -> None:
         """Once it knows: a store may still be looking through its directory."""
         with contextlib.suppress(Exception):  # what it counts is no reason to fail
-            while not store.stats().get("counted", 1.0) and not self._closing:
+            while not (found := StoreStats(dict(store.stats()))).complete and not self._closing:
                 time.sleep(COUNT_AGAIN_S)
-            self._send(StoreStats(dict(store.stats())))
+            self._send(found)
 
     def _get_store(self) -> ChunkStore:
         if self._store is not None:
@@ -615,6 +667,21 @@ class IoWorker:
         self._ended()
 
 
+_NO_TRANSFER = Transfer(-1, False, 0, (), (), 0, b"", b"", b"")
+
+
+def _take_batch(queue: deque[_Part], share: int) -> _Batch:
+    """The first part and, of ``share`` in all, those right behind it that may go with it."""
+    parts = [queue.popleft()]
+    job, count = parts[0].job, parts[0].count
+    while queue and len(parts) < share and queue[0].job.alike == job.alike:
+        count += queue[0].count
+        if count > BATCH_PARTS * job.step:
+            break
+        parts.append(queue.popleft())
+    return _Batch(parts)
+
+
 def _report(job: _Job, now: float) -> Report:
     return Report(
         job.transfer.job_id,
@@ -631,7 +698,8 @@ def _checked(outcomes: Sequence[Outcome], count: int) -> list[Outcome]:
     """A store that answers for more or fewer keys than it was asked has answered for none."""
     if len(outcomes) != count:
         raise StoreError(f"found {len(outcomes)} outcomes, expected {count}, one per key")
-    return list(map(Outcome, outcomes))
+    found = list(outcomes)
+    return found if found.count(Outcome.OK) == count else list(map(Outcome, found))
 
 
 def _delete_quietly(store: ChunkStore, names: Sequence[bytes]) -> None:
@@ -648,12 +716,9 @@ def _delete_all(store: ChunkStore) -> None:
         store.delete(batch)
 
 
-class _HeaderPages:
-    """Room for the headers of one part, aligned for direct I/O; one per thread, used again for each part."""
+class _Headers:
+    """Room for the headers of one batch, of one thread."""
 
-    def __init__(self, count: int) -> None:
-        pages = memoryview(mmap.mmap(-1, count * PAGE_BYTES))
-        self._pages = [pages[i * PAGE_BYTES : (i + 1) * PAGE_BYTES] for i in range(count)]
-
-    def of(self, count: int) -> list[memoryview]:
-        return self._pages[:count]
+    def __init__(self) -> None:
+        self.new = envelope.NewHeaders(BATCH_PARTS * PART_CHUNKS)
+        self.read = envelope.ReadHeaders(BATCH_PARTS * PART_CHUNKS)

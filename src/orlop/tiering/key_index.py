@@ -11,7 +11,8 @@ chunk is verified.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,61 +53,80 @@ def probe(keys: Sequence[bytes], stop_at_miss: bool, contains: Callable[[Sequenc
 
 
 class KeyIndex:
-    """Names to values from 0 up. One thread changes it; others may look, and see each change whole or not at all."""
+    """Names to values from 0 up. One thread changes it; others may look, and see each change whole or not at all.
 
-    def __init__(self) -> None:
-        self._state: tuple[UInt64Array, npt.NDArray[np.int64], dict[int, int]] = (
-            np.empty(0, np.uint64),
-            np.empty(0, np.int64),
-            {},
-        )
+    ``elsewhere`` is given what merges the changes, a piece of work of some milliseconds with a million names, and has
+    it done on another thread; without it the thread that changes does that.
+    """
+
+    def __init__(self, elsewhere: Callable[[Callable[[], None]], object] | None = None) -> None:
+        self._elsewhere = elsewhere
+        self._state = _State(np.empty(0, np.uint64), np.empty(0, np.int64), {}, {})
 
     def load(self, names: UInt64Array, values: npt.NDArray[np.int64]) -> None:
         """Forget all and hold these; ``names`` distinct, in any order."""
         order = np.argsort(names)
-        self._state = (names[order], values[order], {})
+        self._state = _State(names[order], values[order], {}, {})
 
     def get(self, names: Sequence[int]) -> list[int]:
         """The value of each name, ``NOTHING`` where there is none. Cost: logarithmic per name, and vectorised."""
-        base, values, changed = self._state
+        base, values, merging, changed = self._state
+        if changed:
+            lately = list(map(changed.get, names))
+            if None not in lately:
+                return lately  # type: ignore[return-value]
         found = [NOTHING] * len(names)
         if len(base) and names:
             at, same = _search(base, names)
             found = np.where(same, values[at], NOTHING).tolist()
-        if changed:
-            found = [changed.get(name, value) for name, value in zip(names, found, strict=True)]
+        for changes in (merging, changed):
+            if changes:
+                found = [changes.get(name, value) for name, value in zip(names, found, strict=True)]
         return found
 
     def has(self, names: Sequence[int]) -> bytes:
         """One byte per name: 1 where there is a value. As ``get``, and cheaper."""
-        base, _, changed = self._state
+        base, _, merging, changed = self._state
         found = _search(base, names)[1].tobytes() if len(base) and names else bytes(len(names))
-        if changed:
-            found = bytes([changed.get(name, was - 1) != NOTHING for name, was in zip(names, found, strict=True)])
+        for changes in (merging, changed):
+            if changes:
+                found = bytes([changes.get(name, was - 1) != NOTHING for name, was in zip(names, found, strict=True)])
         return found
 
     def set(self, name: int, value: int) -> None:
         """Keep ``value`` under ``name``; ``NOTHING`` forgets it."""
-        base, _, changed = self._state
-        changed[name] = value
-        if len(changed) > max(LEAST_MERGE, len(base) >> 3):
-            self._merge()
+        self.set_all((name,), (value,))
+
+    def set_all(self, names: Iterable[int], values: Iterable[int]) -> None:
+        """As ``set`` of each."""
+        base, _, merging, changed = self._state
+        changed.update(zip(names, values, strict=True))
+        if len(changed) > max(LEAST_MERGE, len(base) >> 3) and not merging:
+            self._begin_merge()
+            if self._elsewhere is None:
+                self._merge()
+            else:
+                self._elsewhere(self._merge)
 
     def items(self) -> tuple[UInt64Array, npt.NDArray[np.int64]]:
-        """All names, sorted, and their values."""
-        self._merge()
-        names, values, _ = self._state
-        return names, values
+        """All names, sorted, and their values. From the thread that changes, and not while another one merges."""
+        if self._state.changed:
+            self._begin_merge()
+            self._merge()
+        return self._state.names, self._state.values
 
     def __len__(self) -> int:
         return len(self.items()[0])
 
+    def _begin_merge(self) -> None:
+        names, values, _, changed = self._state
+        self._state = _State(names, values, changed, {})
+
     def _merge(self) -> None:
-        base, values, changed = self._state
-        if not changed:
-            return
-        names = np.fromiter(changed.keys(), np.uint64, len(changed))
-        news = np.fromiter(changed.values(), np.int64, len(changed))
+        """What was changed before the merge began goes into the arrays; what has been changed since stays."""
+        base, values, merging, changed = self._state
+        names = np.fromiter(merging.keys(), np.uint64, len(merging))
+        news = np.fromiter(merging.values(), np.int64, len(merging))
         order = np.argsort(names)
         names, news = names[order], news[order]
         if len(base):
@@ -116,7 +136,16 @@ class KeyIndex:
             base, values = base[stays], values[stays]
         names, news = names[news != NOTHING], news[news != NOTHING]
         where = np.searchsorted(base, names)
-        self._state = (np.insert(base, where, names), np.insert(values, where, news), {})
+        self._state = _State(np.insert(base, where, names), np.insert(values, where, news), {}, changed)
+
+
+class _State(NamedTuple):
+    """Sorted arrays; what is being merged into them; what has changed since. Each counts before the one before it."""
+
+    names: UInt64Array
+    values: npt.NDArray[np.int64]
+    merging: dict[int, int]
+    changed: dict[int, int]
 
 
 def _search(base: UInt64Array, names: Sequence[int]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:

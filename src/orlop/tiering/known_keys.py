@@ -1,12 +1,12 @@
 """What a tier has, as the engine's side knows it: the names of its keys, told by the store itself.
 
-In: ``Keys`` messages on the thread that receives them; whole keys on the engine's thread. Out: which of them the tier
+In: ``Keys`` messages, one after the other; whole keys on the engine's thread. Out: which of them the tier
 has, at once. Never: a lock, a wait, a key that the store did not name; an answer while it does not know them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -15,14 +15,18 @@ from orlop.tiering.key_index import NOTHING, KeyIndex, UInt64Array, names_of, pr
 
 
 class KnownKeys:
-    """16 bytes per key, and some for what has changed lately. One thread tells, another one asks."""
+    """16 bytes per key, and some for what has changed lately. One thread at a time tells, another one asks.
 
-    def __init__(self) -> None:
+    ``elsewhere``: as of ``KeyIndex``.
+    """
+
+    def __init__(self, elsewhere: Callable[[Callable[[], None]], object] | None = None) -> None:
+        self._elsewhere = elsewhere
         self._index: KeyIndex | None = None
         self._coming: list[UInt64Array] | None = None
 
     def take(self, message: Keys) -> None:
-        """From the thread that receives."""
+        """From a thread that receives. A reset takes some time with many keys."""
         added = np.frombuffer(message.added, np.uint64)
         if message.reset:
             self._index, self._coming = None, []
@@ -30,14 +34,13 @@ class KnownKeys:
             self._coming.append(added)
             if not message.more:
                 names = np.concatenate(self._coming)
-                index = KeyIndex()
+                index = KeyIndex(self._elsewhere)
                 index.load(names, np.zeros(len(names), np.int64))
                 self._index, self._coming = index, None
         elif self._index is not None:
-            for name in added.tolist():
-                self._index.set(name, 0)
-            for name in np.frombuffer(message.removed, np.uint64).tolist():
-                self._index.set(name, NOTHING)
+            removed = np.frombuffer(message.removed, np.uint64)
+            self._index.set_all(added.tolist(), [0] * len(added))
+            self._index.set_all(removed.tolist(), [NOTHING] * len(removed))
 
     def drop(self) -> None:
         """Who told is gone."""

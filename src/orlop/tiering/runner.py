@@ -6,14 +6,17 @@ manager's); a look into a chunk.
 
 ::
 
-    engine's thread          sender thread             I/O worker (a process, or threads)
-    submit, lookup --posted--> remembers, sends ---------> queues, threads, store
-    get_*     <---arrived----- owner thread: receives, <-- reports, answers
-                               starts the worker again
+    engine's thread                                    I/O worker (a process, or threads)
+    submit, lookup -------- memory, as a rule -----------> queues, threads, store
+      | no room, no worker                                      |
+      posted--> sender thread: waits, sends ------------->      |
+    get_*   <-------------- memory, as a rule ----------- reports, answers
+      arrived <-- owner thread: starts the worker again, <------+
+                  settles what a dead one owes, takes what nobody takes
 
-Between the engine's thread and the other two there are only a SimpleQueue and a deque. What the sender has taken is
-in ``Pump``'s table until the worker reports it or the worker is dead, whichever is first: taken out once, reported
-once.
+The engine's thread never waits for the other two: it posts and collects by itself where no lock is held, and else
+leaves it to them. What is on its way is in ``Pump``'s tables until the worker reports it or the worker is dead,
+whichever is first: taken out once, reported once.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -76,6 +79,8 @@ from orlop.tiering.known_keys import KnownKeys
 log = logging.getLogger(__name__)
 
 SEND_BATCH = 256
+MOST_KEYS_AT_ONCE = 2048
+"""A longer message is packed by the sender: on the engine's thread it would take most of a millisecond."""
 KILL_GRACE_S = 1.0
 """How long a killed I/O process may take to die; one that waits in the kernel for a dead mount takes longer."""
 
@@ -190,7 +195,7 @@ class TierRunner(SecondaryTierManager):
         self._told: str | None = None
         self._log_again = float("-inf")
         make_pump = make_pump or Pump
-        self._pump = make_pump(options, region, store, io_process=io_process, notify=notify or _nobody)
+        self._pump = make_pump(options, region, store, io_process=io_process, notify=notify)
 
     # --- start -------------------------------------------------------------------------------------
 
@@ -400,6 +405,7 @@ class TierRunner(SecondaryTierManager):
     # --- what has come --------------------------------------------------------------------------------
 
     def _crank(self, now: float) -> None:
+        self._pump.collect()
         arrived = self._pump.arrived
         while arrived:
             message = arrived.popleft()
@@ -428,7 +434,9 @@ class TierRunner(SecondaryTierManager):
             return
         kind = entry.job.kind
         self._open_bytes[kind] -= entry.nbytes
-        outcomes = tuple(OUTCOMES[code] for code in report.codes)
+        count = len(report.codes)
+        all_well = report.codes.count(0) == count  # the code of OK
+        outcomes = (Outcome.OK,) * count if all_well else tuple(OUTCOMES[code] for code in report.codes)
         if entry.forgotten:
             gone = Outcome.MISSING if kind is TransferKind.LOAD else Outcome.UNAVAILABLE
             outcomes = tuple(gone if outcome is Outcome.OK else outcome for outcome in outcomes)
@@ -454,7 +462,8 @@ class TierRunner(SecondaryTierManager):
         verb = "read" if kind is TransferKind.LOAD else "written"
         self._counters[f"{verb}_bytes"] += report.nbytes
         self._seconds[kind] += report.seconds
-        for outcome, n in Counter(outcomes).items():
+        kept = outcomes.count(Outcome.OK)
+        for outcome, n in ((Outcome.OK, kept),) if kept == len(outcomes) else Counter(outcomes).items():
             self._counters[f"{verb}_{outcome}"] += n
         for reason in report.damaged:
             self._counters[f"damaged_{reason}"] += 1
@@ -520,10 +529,6 @@ class TierRunner(SecondaryTierManager):
         self._was_closed = state is BreakerState.CLOSED
 
 
-def _nobody() -> None:
-    """For a runner whose owner polls."""
-
-
 # --- between the engine's thread and the worker ---------------------------------------------------------
 
 
@@ -544,10 +549,12 @@ Posted = TierJob | Ask | Touch | Clear | Bye
 
 
 class Pump:
-    """Two threads between the engine's and the worker: a sender, and an owner who receives and restarts.
+    """What lies between the engine's thread and the worker, with two threads: a sender, and an owner who restarts.
 
-    ``_lock`` guards the link and the tables of what the worker owes; the engine's thread takes it in ``shutdown`` only.
-    ``_sending`` is held while the link is written to, perhaps for long, so that nobody closes it under the sender.
+    ``_lock`` guards the link; the engine's thread takes it in ``shutdown`` only. ``_sending`` is held while the link is
+    written to, perhaps for long, ``_taking`` while what has come is taken from it, so that nobody closes it meanwhile;
+    the engine's thread goes on without where another one has them. The tables of what the worker owes need no lock:
+    whoever takes an entry out of one reports it.
     """
 
     def __init__(
@@ -557,20 +564,23 @@ class Pump:
         spec: StoreSpec,
         *,
         io_process: bool,
-        notify: Callable[[], None],
+        notify: Callable[[], None] | None,
     ) -> None:
         self.arrived: deque[_Settled | _Released | Answer | NotReady | Keys | Cleared | Removed | StoreStats] = deque()
-        self.known = KnownKeys()
-        """Of a store that tells them; the owner writes it, the engine's thread reads it."""
+        self._posted: queue.SimpleQueue[Posted | Callable[[], None]] = queue.SimpleQueue()
+        self.known = KnownKeys(self._posted.put)
+        """Of a store that tells them; written under ``_taking``, read on the engine's thread."""
         self.restarts = 0
         self._options = options
         self._region = region
         self._spec = spec
         self._io_process = io_process
-        self._notify = notify
-        self._posted: queue.SimpleQueue[Posted] = queue.SimpleQueue()
+        self._listener = notify
         self._lock = threading.Lock()
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()  # one that knows whose it is: see shutdown
+        self._taking = threading.RLock()
+        self._left_to_sender = 0
+        self._passed_on = 0
         self._link: Link | None = None
         self._jobs: dict[int, TierJob] = {}
         self._asks: dict[int, Ask] = {}
@@ -592,12 +602,52 @@ class Pump:
         self._owner = start_thread(self._own, name=f"orlop-{self._options.name}-own")
 
     def _open_link(self) -> Link:
-        return open_link(self._spec, self._options.io_options(), self._region, process=self._io_process)
+        options = replace(self._options.io_options(), tell=self._listener is not None)
+        return open_link(self._spec, options, self._region, process=self._io_process)
 
     # --- engine's thread ------------------------------------------------------------------------------
 
     def post(self, message: Posted) -> None:
-        self._posted.put(message)
+        """Send it at once, if nothing is in the way that was posted before; the sender does where that cannot be."""
+        if not self._post_now(message):
+            self._left_to_sender += 1
+            self._posted.put(message)
+
+    def _post_now(self, message: Posted) -> bool:
+        if self._left_to_sender != self._passed_on or isinstance(message, Bye | Clear):
+            return False
+        if len(message.keys) > MOST_KEYS_AT_ONCE:
+            return False
+        if not self._sending.acquire(blocking=False):
+            return False
+        try:
+            link = self._link
+            if link is None:
+                return False
+            self._remember(message)
+            try:
+                posted = link.post(_word(message))
+            except Exception:  # a fault of ours, which the sender meets again and tells
+                posted = False
+            if not posted:
+                # What somebody has reported meanwhile is done.
+                return isinstance(message, TierJob | Ask) and not self._forget(message)
+        finally:
+            self._sending.release()
+        if self._link is not link and self._forget(message):  # its owner has buried it and has not seen this
+            self._report_for(message, "the I/O process has ended", released=True)
+        return True
+
+    def collect(self) -> None:
+        """Take what has come, unless the owner is at it."""
+        if self._taking.acquire(blocking=False):
+            try:
+                link = self._link
+                if link is not None:
+                    for message in link.collect():
+                        self._take(message)
+            finally:
+                self._taking.release()
 
     def posted(self) -> int:
         return self._posted.qsize()
@@ -617,6 +667,9 @@ class Pump:
     def shutdown(self, deadline_s: float) -> None:
         if os.getpid() != self._pid:
             return  # a fork has neither our threads nor our child
+        for lock in (self._sending, self._taking):
+            with contextlib.suppress(RuntimeError):  # not ours, as a rule
+                lock.release()  # a signal's exception came between taking it and the care for giving it back
         self._stopping.set()
         self._posted.put(Bye())
         if not self._settled.wait(deadline_s):
@@ -635,10 +688,22 @@ class Pump:
         while not self._bye_taken:
             self._pass_on(self._posted.get())
 
-    def _pass_on(self, first: Posted) -> None:
-        batch = [first]
-        while len(batch) < SEND_BATCH and not self._posted.empty():
-            batch.append(self._posted.get())
+    def _notify(self) -> None:
+        if self._listener is not None:
+            self._listener()
+
+    def _pass_on(self, first: Posted | Callable[[], None]) -> None:
+        gathered = [first]
+        while len(gathered) < SEND_BATCH and not self._posted.empty():
+            gathered.append(self._posted.get())
+        batch: list[Posted] = []
+        for message in gathered:
+            if callable(message):
+                self._work(message)
+            else:
+                batch.append(message)
+        if not batch:
+            return
         with self._lock:
             link = self._link
             for message in batch:
@@ -647,7 +712,18 @@ class Pump:
                 self._settle("no I/O worker is running", released=True)
         if link is None:
             self._notify()
-            return
+        else:
+            self._send_all(link, batch)
+        self._passed_on += len(batch)
+
+    def _work(self, left: Callable[[], None]) -> None:
+        """What the engine's thread has left to this one; it must not end it."""
+        try:
+            left()
+        except Exception:  # no memory: what is known stays as it is, and right
+            log.exception("tier %s: work beside the engine failed", self._options.name)
+
+    def _send_all(self, link: Link, batch: Sequence[Posted]) -> None:
         with self._sending:
             try:
                 link.send([_word(message) for message in batch])
@@ -666,6 +742,12 @@ class Pump:
             self._clear = message
         elif isinstance(message, Bye):
             self._bye_taken = True
+
+    def _forget(self, message: Posted) -> bool:
+        """Take back what was remembered; False where somebody has reported it meanwhile."""
+        if isinstance(message, TierJob):
+            return self._jobs.pop(message.job_id, None) is not None
+        return isinstance(message, Ask) and self._asks.pop(message.lookup_id, None) is not None
 
     # --- owner ----------------------------------------------------------------------------------------
 
@@ -703,7 +785,7 @@ class Pump:
         held = self._bury(link, was_ready)
         if held is not None:
             self._outlive(link, held)
-        with self._sending:
+        with self._sending, self._taking:
             link.close()
         return was_ready
 
@@ -718,13 +800,17 @@ class Pump:
 
     def _bury(self, link: Link, was_ready: bool) -> list[int] | None:
         """Report what a worker that has ended owes; the jobs whose slots it still may touch, None where it is gone."""
-        self.known.drop()
+        with self._taking:
+            self.known.drop()
         gone = link.end(KILL_GRACE_S)
         reason = "the tier was shut down before it was done" if self._stopping.is_set() else link.epitaph()
-        with self._lock:
-            self._link = None
-            held = None if gone else list(self._jobs)
-            self._settle(reason, released=gone)
+        with self._taking:
+            self._take_all(link.take())
+            self.known.drop()
+            with self._lock:
+                self._link = None
+                jobs = self._settle(reason, released=gone)
+        held = None if gone else jobs
         if not self._stopping.is_set():
             log.warning("tier %s: %s; starting it again", self._options.name, reason)
             if not was_ready:
@@ -753,7 +839,8 @@ class Pump:
                 messages = link.receive()
             except EOFError:
                 return was_ready
-            was_ready |= self._take_all(messages)
+            with self._taking:
+                was_ready |= self._take_all([*messages, *link.take()])
 
     def _take_all(self, messages: Sequence[FromWorker]) -> bool:
         """Whether its store is open as of now."""
@@ -764,14 +851,10 @@ class Pump:
 
     def _take(self, message: FromWorker) -> None:
         if isinstance(message, Report):
-            with self._lock:
-                known = self._jobs.pop(message.job_id, None)
-            if known is not None:
+            if self._jobs.pop(message.job_id, None) is not None:
                 self.arrived.append(_Settled(message))
         elif isinstance(message, Answer):
-            with self._lock:
-                asked = self._asks.pop(message.lookup_id, None)
-            if asked is not None:
+            if self._asks.pop(message.lookup_id, None) is not None:
                 self.arrived.append(message)
         elif isinstance(message, Cleared):
             with self._lock:
@@ -788,7 +871,7 @@ class Pump:
         elif isinstance(message, NotReady):
             self._not_started(message.text, permanent=message.permanent)
         else:
-            if isinstance(message, StoreStats) and message.values.get("counted", 1.0):
+            if isinstance(message, StoreStats) and message.complete:
                 self._counted.set()
             self.arrived.append(message)
 
@@ -797,15 +880,25 @@ class Pump:
         self._decided.set()
         self.arrived.append(trouble)
 
-    def _settle(self, reason: str, *, released: bool) -> None:
-        """Report all that the worker owes, in its place. Under the lock."""
-        for job in self._jobs.values():
-            codes = bytes([OUTCOME_CODES[Outcome.UNAVAILABLE]]) * len(job.keys)
-            self.arrived.append(_Settled(Report(job.job_id, codes, reason=reason, failed=True), released))
-        for ask in self._asks.values():
-            self.arrived.append(Answer(ask.lookup_id, bytes(len(ask.keys)), reason))
-        self._jobs.clear()
-        self._asks.clear()
+    def _settle(self, reason: str, *, released: bool) -> list[int]:
+        """Report all that the worker owes, in its place; the ids of the jobs."""
+        settled = []
+        for owed in (self._jobs, self._asks):
+            with contextlib.suppress(KeyError):  # until there is none; the engine's thread may add and take meanwhile
+                while True:
+                    number, message = owed.popitem()
+                    self._report_for(message, reason, released=released)
+                    if isinstance(message, TierJob):
+                        settled.append(number)
+        return settled
+
+    def _report_for(self, message: Posted, reason: str, *, released: bool) -> None:
+        """In the worker's place, once the message is out of its table."""
+        if isinstance(message, TierJob):
+            codes = bytes([OUTCOME_CODES[Outcome.UNAVAILABLE]]) * len(message.keys)
+            self.arrived.append(_Settled(Report(message.job_id, codes, reason=reason, failed=True), released))
+        elif isinstance(message, Ask):
+            self.arrived.append(Answer(message.lookup_id, bytes(len(message.keys)), reason))
 
     def _outlive(self, link: Link, held: Sequence[int]) -> None:
         """What could not be ended may still touch its slots: wait with this thread, not with the engine's."""

@@ -54,16 +54,14 @@ def test_golden_bytes_of_version_1() -> None:
     key = bytes(range(16)) + b"h" * 32 + bytes(4)
     assert key_name(key) == NAME
     record = fmt.pack_records(
-        [
-            fmt.Fields(
-                sequence=3,
-                time_us=1_700_000_000_000_000,
-                name=key_name(key),
-                header_checksum=0x1122334455667788,
-                length=69632,
-                place=shape.place(5),
-            )
-        ],
+        fmt.Fields(
+            sequence=3,
+            time_us=1_700_000_000_000_000,
+            name=key_name(key),
+            header_checksum=0x1122334455667788,
+            length=69632,
+            place=shape.place(5),
+        ),
         [key],
     )
     assert record.hex() == RECORD

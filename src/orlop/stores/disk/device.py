@@ -80,7 +80,8 @@ class File:
         for start in range(0, len(buffers), IOV_MAX):
             part = buffers[start : start + IOV_MAX]
             self._move_part(move, part, offset)
-            offset += sum(map(len, part))
+            if len(part) < len(buffers):
+                offset += sum(map(len, part))
 
     def _move_part(
         self, move: Callable[[int, list[memoryview], int], int], buffers: Sequence[memoryview], offset: int
@@ -185,7 +186,7 @@ def try_direct_io(path: str) -> OSError | None:
 
 def _look_aligned(buffers: Sequence[memoryview]) -> bool:
     """Whether direct I/O is worth a try: all lengths and the first address. The kernel looks at the others."""
-    return aligned(*buffers[:1]) and not any(len(buffer) % PAGE_BYTES for buffer in buffers)
+    return not any(length % PAGE_BYTES for length in set(map(len, buffers))) and aligned(*buffers[:1])
 
 
 def _open(path: str) -> tuple[int, bool]:

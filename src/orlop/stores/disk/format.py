@@ -6,7 +6,7 @@ In: fields. Out: bytes. And back, with a verdict. Never: a file, a decision abou
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ RECORD = np.dtype(
     ]
 )
 Records = npt.NDArray[np.void]
+Column = int | Sequence[int] | npt.NDArray[np.int64]
 
 _LANE = struct.Struct("<8sII16s")
 _SEGMENT = struct.Struct("<8sIIQQQ")
@@ -167,27 +168,28 @@ def _unseal(page: bytes | memoryview, magic: bytes) -> tuple[bytes | None, int]:
 # --- records ------------------------------------------------------------------------------------------------
 
 
-def pack_records(fields: Iterable[Fields], keys: Sequence[bytes]) -> bytes:
-    """Records, one after the other."""
-    out = []
-    for field, key in zip(fields, keys, strict=True):
-        body = _RECORD_BODY.pack(*field, len(key), key)
-        out += [checksum(body).to_bytes(8, "little"), body]
-    return b"".join(out)
+def pack_records(fields: Fields, keys: Sequence[bytes]) -> bytes:
+    """Records, one after the other; each field has one value per key, or one for all."""
+    records = np.zeros(len(keys), RECORD)
+    for name, values in zip(Fields._fields, fields, strict=True):
+        records[name] = values
+    records["key_bytes"] = list(map(len, keys))
+    records["key"].view(f"S{MAX_KEY_BYTES}")[:, 0] = keys
+    raw = records.view(np.uint8).data
+    starts = range(0, len(raw), RECORD_BYTES)
+    records["checksum"] = [checksum(raw[start + 8 : start + RECORD_BYTES]) for start in starts]
+    return records.tobytes()
 
 
 class Fields(NamedTuple):
     """Those of ``RECORD`` between checksum and key, in their order."""
 
-    sequence: int
-    time_us: int
-    name: int
-    header_checksum: int
-    length: int
-    place: int
-
-
-_RECORD_BODY = struct.Struct(f"<6QH{MAX_KEY_BYTES}s")
+    sequence: Column
+    time_us: Column
+    name: Column
+    header_checksum: Column
+    length: Column
+    place: Column
 
 
 def check_records(raw: memoryview, shape: SegmentShape, first: int) -> tuple[Records, npt.NDArray[np.intp], list[Flaw]]:

@@ -20,7 +20,6 @@ holes is free at once. So the free space of a slab always comes in whole extents
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -90,6 +89,24 @@ class Victim:
     names: list[int]
 
 
+class Run(NamedTuple):
+    """Neighbouring cells of one segment, and which chunks of a call lie, or shall lie, in them: one after the other."""
+
+    segment: Segment
+    cell: int
+    members: Sequence[int]
+
+    @property
+    def cells(self) -> slice:
+        return slice(self.cell, self.cell + len(self.members))
+
+    @property
+    def extents(self) -> range:
+        """Those that the cells lie in."""
+        size, first = self.segment.shape.extent_cells, self.segment.first
+        return range(first + self.cell // size, first + (self.cell + len(self.members) - 1) // size + 1)
+
+
 class Chunk(NamedTuple):
     """Where a chunk lies."""
 
@@ -121,6 +138,8 @@ class Slab:
     def __init__(self, make_policy: MakePolicy) -> None:
         self.segments: dict[int, Segment] = {}
         self.index = KeyIndex()
+        self.nbytes = 0
+        """Of all segments, both files of each."""
         self.last_us = 0
         """The newest time that was given out."""
         self._make_policy = make_policy
@@ -130,6 +149,7 @@ class Slab:
         self._owner = np.full(1, -1, np.int64)
         self._last_use_us = np.zeros(1, np.int64)
         self._offered = 0
+        self._chunks = 0
         self._free: dict[int, list[int]] = {}
         """Per size of cell a heap of extents that were free when they were put there."""
         self._open: dict[int, tuple[int, int]] = {}
@@ -150,6 +170,7 @@ class Slab:
             np.zeros(shape.extents, np.int32),
         )
         self.segments[shape.number] = segment
+        self.nbytes += shape.nbytes
         extents = slice(first, first + shape.extents)
         self._owner[extents] = shape.number
         self._last_use_us[extents] = found.last_use_us if found is not None else 0
@@ -181,6 +202,7 @@ class Slab:
             segment.used += np.bincount(cells // segment.shape.extent_cells, minlength=len(segment.used)).astype(
                 np.int32
             )
+            self._chunks += len(cells)
             extents = segment.first + np.flatnonzero(segment.used)
             self._state[extents] = CLOSED
             free = segment.first + np.flatnonzero(segment.used == 0)
@@ -213,6 +235,7 @@ class Slab:
         if size in self._open and self._owner[self._open[size][0]] < 0:
             del self._open[size]
         del self.segments[segment.shape.number]
+        self.nbytes -= segment.shape.nbytes
         return gone
 
     def newest_number(self) -> int:
@@ -236,51 +259,85 @@ class Slab:
     def find(self, names: Sequence[int]) -> list[Chunk | None]:
         return [None if place == NOTHING else self.at(place) for place in self.index.get(names)]
 
+    def find_runs(self, names: Sequence[int]) -> list[Run]:
+        """Where those lie that are there, in the order of their places; members are indexes of ``names``."""
+        found = np.array(self.index.get(names), np.int64)
+        order = np.argsort(found, kind="stable")[np.count_nonzero(found == NOTHING) :]
+        if not len(order):
+            return []
+        places = found[order]
+        starts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist()]
+        members = order.tolist()
+        return [
+            Run(self.segments[place >> PLACE_BITS], place & CELL_MASK, members[start:stop])
+            for start, stop, place in zip(starts, [*starts[1:], len(members)], places[starts].tolist(), strict=True)
+        ]
+
     def at(self, place: int) -> Chunk:
         segment = self.segments[place >> PLACE_BITS]
         cell = place & CELL_MASK
         return Chunk(place, segment, cell, segment.first + cell // segment.shape.extent_cells)
 
-    def allocate(self, cell_bytes: int, names: Sequence[int], now_us: int) -> list[Chunk]:
+    def allocate(self, cell_bytes: int, names: Sequence[int], now_us: int) -> list[Run]:
         """Cells for as many of ``names`` as there is room for without an eviction, side by side where possible.
 
-        The extent of each is pinned once per cell; ``publish`` or nothing, then ``unpin``.
+        Members are indexes of ``names``, from 0 on. The extents of each run are pinned; ``publish`` or nothing, then
+        ``unpin``.
         """
-        given: list[Chunk] = []
-        while len(given) < len(names):
-            opened = self._open.get(cell_bytes) or self._open_extent(cell_bytes, names[len(given)], now_us)
+        runs: list[Run] = []
+        given = 0
+        while given < len(names):
+            opened = self._open.get(cell_bytes) or self._open_extent(cell_bytes, names[given], now_us)
             if opened is None:
                 break
             extent, filled = opened
             segment = self.segments[int(self._owner[extent])]
             size = segment.shape.extent_cells
-            take = min(size - filled, len(names) - len(given))
-            first = segment.cells_of(extent).start + filled
-            given += [Chunk(segment.shape.place(c), segment, c, extent) for c in range(first, first + take)]
-            self._pins[extent] += take
+            take = min(size - filled, len(names) - given)
+            run = Run(segment, segment.cells_of(extent).start + filled, range(given, given + take))
+            if runs and runs[-1].segment is segment and runs[-1].cells.stop == run.cell:
+                last = runs.pop()
+                run = Run(segment, last.cell, range(last.members[0], given + take))
+            runs.append(run)
+            self._pins[extent] += 1
             self._open[cell_bytes] = (extent, filled + take)
             if filled + take == size:
                 self._close(cell_bytes)
-        return given
+            given += take
+        return runs
 
-    def publish(self, chunks: Sequence[Chunk], contents: Sequence[tuple[int, int, int]]) -> list[Chunk]:
-        """Neighbours are readable: name, header checksum, slack of each. Where those keys lay before, pinned once."""
-        segment, cell = chunks[0].segment, chunks[0].cell
-        cells = slice(cell, cell + len(chunks))
-        names, segment.header_checksums[cells], segment.slack[cells] = zip(*contents, strict=True)
+    def publish(
+        self, run: Run, names: Sequence[int], header_checksums: Sequence[int], slack: int | Sequence[int]
+    ) -> list[Chunk]:
+        """A run is readable: what its cells hold, one after the other. Where those keys lay before, pinned once."""
+        segment, cells = run.segment, run.cells
         segment.names[cells] = names
-        for extent, count in Counter([chunk.extent for chunk in chunks]).items():
-            segment.used[extent - segment.first] += count
+        segment.header_checksums[cells] = header_checksums
+        segment.slack[cells] = slack
+        size = segment.shape.extent_cells
+        for i in range(cells.start // size, (cells.stop - 1) // size + 1):
+            segment.used[i] += min(cells.stop, (i + 1) * size) - max(cells.start, i * size)
+        self._chunks += len(names)
+        start = segment.shape.place(cells.start)
+        places = range(start, start + len(names))
+        known = self.index.get(names)
+        if max(known) == NOTHING and len(set(names)) == len(names):
+            self.index.set_all(names, places)
+            return []
+        return self._replace(names, known, places)
+
+    def _replace(self, names: Sequence[int], known: Sequence[int], places: Sequence[int]) -> list[Chunk]:
+        """Put names into the index of which some are there, or are the same; where those lay, pinned once."""
         before = []
         given: dict[int, int] = {}
-        for chunk, name, place in zip(chunks, names, self.index.get(names), strict=True):
-            place = given.get(name, place)
-            if place != NOTHING:
-                before.append(self.at(place))
-                self.pin(before[-1:])
+        for name, was, place in zip(names, known, places, strict=True):
+            was = given.get(name, was)
+            if was != NOTHING:
+                before.append(self.at(was))
+                self.pin([before[-1].extent])
                 self._clear_cell(before[-1])
-            self.index.set(name, chunk.place)
-            given[name] = chunk.place
+            self.index.set(name, place)
+            given[name] = place
         return before
 
     def forget(self, chunk: Chunk, name: int) -> bool:
@@ -291,30 +348,30 @@ class Slab:
         self._clear_cell(chunk)
         return True
 
-    def pin(self, chunks: Sequence[Chunk]) -> None:
-        """Nothing of these leaves until ``unpin``."""
-        for extent, count in Counter([chunk.extent for chunk in chunks]).items():
-            self._pins[extent] += count
-            if self._pins[extent] == count and self._state[extent] == CLOSED:
+    def pin(self, extents: Sequence[int]) -> None:
+        """Nothing of these leaves until ``unpin``; one that comes twice is pinned twice."""
+        for extent in extents:
+            self._pins[extent] += 1
+            if self._pins[extent] == 1 and self._state[extent] == CLOSED:
                 self._policy.withdraw([extent])
                 self._offered -= 1
 
-    def unpin(self, chunks: Sequence[Chunk]) -> None:
-        for extent, count in Counter([chunk.extent for chunk in chunks]).items():
-            self._pins[extent] -= count
+    def unpin(self, extents: Sequence[int]) -> None:
+        for extent in extents:
+            self._pins[extent] -= 1
             if self._pins[extent] == 0 and self._state[extent] == CLOSED:
                 self._offer(extent)
 
-    def touch(self, chunks: Sequence[Chunk], now_us: int) -> None:
+    def touch(self, extents: Sequence[int], now_us: int) -> None:
         """Of use now, the first of them last: it begins the prefix that the others extend."""
-        extents = {chunk.extent: chunk.segment for chunk in chunks}
-        if not extents:
+        distinct = list(dict.fromkeys(extents))
+        if not distinct:
             return
-        self._policy.touch(np.array(list(extents), np.int64))
-        newest = self.next_us(now_us, len(extents))
-        for i, (extent, segment) in enumerate(extents.items()):
+        self._policy.touch(np.array(distinct, np.int64))
+        newest = self.next_us(now_us, len(distinct))
+        for i, extent in enumerate(distinct):
             self._last_use_us[extent] = newest - i
-            segment.recency_changed = True
+            self.segments[int(self._owner[extent])].recency_changed = True
 
     def next_us(self, now_us: int, count: int = 1) -> int:
         """The last of ``count`` times, each larger than any before."""
@@ -348,7 +405,7 @@ class Slab:
         return int(self._last_use_us[chunk.extent])
 
     def chunks(self) -> int:
-        return int(sum(segment.used.sum() for segment in self.segments.values()))
+        return self._chunks
 
     def free_cells(self, cell_bytes: int) -> int:
         """Cells that can be given out without an eviction."""
@@ -368,6 +425,8 @@ class Slab:
         held = {int(n): s.shape.place(int(c)) for s in self.segments.values() for c, n in _filled(s)}
         if held != dict(zip(names.tolist(), places.tolist(), strict=True)):
             raise InvariantError(f"found {len(names)} keys in the index, expected the {len(held)} of the cells")
+        if self._chunks != len(held):
+            raise InvariantError(f"found {self._chunks} chunks in the books, expected the {len(held)} of the cells")
         offered = set(self._policy.candidates())
         expected = set(np.flatnonzero((self._state == CLOSED) & (self._pins == 0)).tolist())
         if offered != expected or self._offered != len(expected):
@@ -435,6 +494,7 @@ class Slab:
         return self.segments[int(self._owner[extent])].shape.cell_bytes
 
     def _clear_cell(self, chunk: Chunk) -> None:
+        self._chunks -= 1
         chunk.segment.names[chunk.cell] = 0
         chunk.segment.used[chunk.extent - chunk.segment.first] -= 1
 
@@ -442,8 +502,8 @@ class Slab:
         """Forget the chunks of some cells; their names."""
         names = segment.names[cells]
         gone: list[int] = names[names != 0].tolist()
-        for name in gone:
-            self.index.set(name, NOTHING)
+        self._chunks -= len(gone)
+        self.index.set_all(gone, [NOTHING] * len(gone))
         segment.names[cells] = 0
         size = segment.shape.extent_cells
         segment.used[cells.start // size : cells.stop // size] = 0

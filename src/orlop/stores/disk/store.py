@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import operator
 import os
 import threading
 import time
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -37,10 +38,10 @@ from orlop.stores.disk.device import Device, File, try_direct_io
 from orlop.stores.disk.format import MAX_KEY_BYTES, RECORD_BYTES, RECORDS_OFFSET, SegmentShape
 from orlop.stores.disk.lanes import Lane, directory_lock, others_alive, retire_idle, take_lane
 from orlop.stores.disk.recovery import read_records, recover, segment_paths
-from orlop.stores.disk.slab import Chunk, Segment, Slab, Victim, cell_bytes_for, segment_bytes, shape_for
+from orlop.stores.disk.slab import Chunk, Run, Segment, Slab, Victim, cell_bytes_for, segment_bytes, shape_for
 from orlop.stores.posix import FULL, Complaints, in_the_way, named
 from orlop.tiering.base import ChunkStore, KeyChange, StoredChunk
-from orlop.tiering.key_index import UInt64Array, key_name
+from orlop.tiering.key_index import NOTHING, UInt64Array, key_name
 
 log = logging.getLogger(__name__)
 
@@ -57,17 +58,20 @@ _HALVINGS = 8
 Tell = Callable[[KeyChange], None]
 
 
-@dataclass(eq=False, slots=True)
-class _Item:
-    """One chunk that is to be written, the ``i``-th of its call."""
+class _Call(NamedTuple):
+    """What is known of the chunks of one ``write``, by their numbers in the call, and what became of them so far."""
 
-    i: int
-    key: bytes
-    name: int
-    header: memoryview
-    view: memoryview
-    header_checksum: int
-    nbytes: int
+    keys: Sequence[bytes]
+    headers: Sequence[memoryview]
+    views: Sequence[memoryview]
+    names: list[int]
+    header_checksums: list[int]
+    sizes: list[int]
+    outcomes: list[Outcome]
+
+    def end(self, chunks: Iterable[int], outcome: Outcome) -> None:
+        for i in chunks:
+            self.outcomes[i] = outcome
 
 
 @dataclass(eq=False, slots=True)
@@ -160,25 +164,23 @@ class DiskStore(ChunkStore):
         if room is None:
             return outcomes
         names = [key_name(key) for key in keys]
-        chunks: list[tuple[int, Chunk]] = []
+        sizes = _sizes(headers, views)
         with self._lock:
-            for i, chunk in enumerate(room.slab.find(names)):
-                if chunk is None:
-                    continue
-                if chunk.nbytes != len(headers[i]) + len(views[i]):
-                    outcomes[i] = Outcome.CORRUPT
-                    continue
-                chunks.append((i, chunk))
-            room.slab.pin([chunk for _, chunk in chunks])
+            runs = room.slab.find_runs(names)
+            pinned = [extent for run in runs for extent in run.extents]
+            room.slab.pin(pinned)
+        used: list[Run] = []
         try:
-            chunks.sort(key=lambda entry: entry[1].place)
-            for run in _runs(chunks):
-                self._read_run(room, run, headers, views, outcomes)
+            for run in runs:
+                for part in _readable(run, sizes, outcomes):
+                    self._read_run(room, part, headers, views, outcomes)
+                    if outcomes[part.members[0]] is Outcome.OK:
+                        used.append(part)
         finally:
+            used.sort(key=lambda run: run.members[0])
             with self._lock:
-                chunks.sort(key=lambda entry: entry[0])
-                room.slab.touch([c for i, c in chunks if outcomes[i] is Outcome.OK], self._now_us())
-                room.slab.unpin([chunk for _, chunk in chunks])
+                room.slab.touch([extent for run in used for extent in run.extents], self._now_us())
+                room.slab.unpin(pinned)
         return outcomes
 
     def write(
@@ -188,26 +190,17 @@ class DiskStore(ChunkStore):
         room = self._open()
         if room is None:
             return outcomes
-        items = [
-            _Item(i, key, key_name(key), header, view, fmt.checksum(header), len(header) + len(view))
-            for i, (key, header, view) in enumerate(zip(keys, headers, views, strict=True))
-            if 1 <= len(key) <= MAX_KEY_BYTES
-        ]
-        todo: dict[int, list[_Item]] = {}
-        with self._lock:
-            self._counts["keys_too_long"] += len(keys) - len(items)
-            found = room.slab.find([item.name for item in items])
-            same: list[Chunk] = []
-            for item, chunk in zip(items, found, strict=True):
-                if chunk is not None and _is_same(chunk, item):
-                    same.append(chunk)
-                    outcomes[item.i] = Outcome.OK
-                    self._counts["kept_chunks"] += 1
-                else:
-                    todo.setdefault(cell_bytes_for(item.nbytes), []).append(item)
-            room.slab.touch(same, self._now_us())
-        for cell_bytes, items in todo.items():
-            self._write_items(room, cell_bytes, items, outcomes)
+        call = _Call(
+            keys,
+            headers,
+            views,
+            [key_name(key) for key in keys],
+            [fmt.checksum(header) for header in headers],
+            _sizes(headers, views),
+            outcomes,
+        )
+        for cell_bytes, chunks in self._wanted(room, call).items():
+            self._write_chunks(room, cell_bytes, chunks, call)
         return outcomes
 
     def delete(self, keys: Sequence[bytes]) -> int:
@@ -219,14 +212,15 @@ class DiskStore(ChunkStore):
             found = [
                 (name, chunk) for name, chunk in zip(names, room.slab.find(names), strict=True) if chunk is not None
             ]
-            room.slab.pin([chunk for _, chunk in found])
+            pinned = [chunk.extent for _, chunk in found]
+            room.slab.pin(pinned)
         removed = 0
         try:
             for chunks in _by_segment(found):
                 removed += self._delete_in(room, chunks)
         finally:
             with self._lock:
-                room.slab.unpin([chunk for _, chunk in found])
+                room.slab.unpin(pinned)
         self._sync_erased(room)
         return removed
 
@@ -255,7 +249,7 @@ class DiskStore(ChunkStore):
             return
         with self._lock:
             chunks = [chunk for chunk in room.slab.find([key_name(key) for key in keys]) if chunk is not None]
-            room.slab.touch(chunks, self._now_us())
+            room.slab.touch([chunk.extent for chunk in chunks], self._now_us())
 
     def watch(self, tell: Tell) -> bool:
         with self._lock:
@@ -266,12 +260,11 @@ class DiskStore(ChunkStore):
     def stats(self) -> Mapping[str, float]:
         with self._lock:
             room = self._room
-            shapes = [s.shape for s in room.slab.segments.values()] if room is not None else []
             return {
-                "bytes": sum(shape.nbytes for shape in shapes),
+                "bytes": room.slab.nbytes if room is not None else 0,
                 "limit_bytes": self._max_bytes,
                 "chunks": room.slab.chunks() if room is not None else 0,
-                "segments": len(shapes),
+                "segments": len(room.slab.segments) if room is not None else 0,
                 "lane": room.lane.number if room is not None else -1,
                 "direct_io": float(self._device.direct),
                 **self._counts,
@@ -319,99 +312,118 @@ class DiskStore(ChunkStore):
     def _read_run(
         self,
         room: _Room,
-        run: Sequence[tuple[int, Chunk]],
+        run: Run,
         headers: Sequence[memoryview],
         views: Sequence[memoryview],
         outcomes: list[Outcome],
     ) -> None:
-        first = run[0][1]
-        shape = first.segment.shape
-        buffers = [part for i, _ in run for part in (headers[i], views[i])]
+        shape = run.segment.shape
+        buffers = [part for i in run.members for part in (headers[i], views[i])]
+        outcome = Outcome.OK
         try:
-            room.files[shape.number][0].read(buffers, first.cell * shape.cell_bytes)
+            room.files[shape.number][0].read(buffers, run.cell * shape.cell_bytes)
         except (OSError, EOFError) as error:
-            if len(run) > 1:  # one bad sector, or the end of a file cut short, is not its neighbours' trouble
-                for entry in run:
-                    self._read_run(room, [entry], headers, views, outcomes)
+            if len(run.members) > 1:  # one bad sector, or the end of a file cut short, is not its neighbours' trouble
+                for part in _single(run):
+                    self._read_run(room, part, headers, views, outcomes)
                 return
-            short = isinstance(error, EOFError)
-            outcomes[run[0][0]] = Outcome.CORRUPT if short else self._trouble("read", error)  # type: ignore[arg-type]
-            return
-        for i, _ in run:
-            outcomes[i] = Outcome.OK
+            outcome = self._trouble("read", error) if isinstance(error, OSError) else Outcome.CORRUPT
+        for i in run.members:
+            outcomes[i] = outcome
 
     # --- writing -------------------------------------------------------------------------------------------
 
-    def _write_items(self, room: _Room, cell_bytes: int, items: list[_Item], outcomes: list[Outcome]) -> None:
-        done = 0
-        while done < len(items):
-            rest = items[done:]
+    def _wanted(self, room: _Room, call: _Call) -> dict[int, list[int]]:
+        """What there is to write, by size of cell: what is there already with the same header is OK and kept."""
+        fits = [1 <= len(key) <= MAX_KEY_BYTES for key in call.keys]
+        wanted: dict[int, list[int]] = {}
+        with self._lock:
+            self._counts["keys_too_long"] += fits.count(False)
+            found = room.slab.index.get(call.names)
+            if all(fits) and found.count(NOTHING) == len(found) and len(set(call.sizes)) == 1:
+                return {cell_bytes_for(call.sizes[0]): list(range(len(found)))}
+            same: list[Chunk] = []
+            for i, place in enumerate(found):
+                if not fits[i]:
+                    continue
+                if place != NOTHING and _is_same(chunk := room.slab.at(place), call, i):
+                    same.append(chunk)
+                    call.outcomes[i] = Outcome.OK
+                else:
+                    wanted.setdefault(cell_bytes_for(call.sizes[i]), []).append(i)
+            self._counts["kept_chunks"] += len(same)
+            room.slab.touch([chunk.extent for chunk in same], self._now_us())
+        return wanted
+
+    def _write_chunks(self, room: _Room, cell_bytes: int, chunks: list[int], call: _Call) -> None:
+        while chunks:
             try:
-                chunks = self._find_room(room, cell_bytes, [item.name for item in rest])
+                runs = self._find_room(room, cell_bytes, [call.names[i] for i in chunks])
+                if not runs:
+                    raise OSError(errno.ENOSPC, "nothing can be evicted for room under the bound")
             except (OSError, StoreError) as error:
                 cause = error if isinstance(error, OSError) else OSError(errno.EIO, str(error))
-                outcome = self._trouble("write", cause)
-                for item in rest:
-                    outcomes[item.i] = outcome
+                call.end(chunks, self._trouble("write", cause))
                 return
-            if not chunks:
-                full = OSError(errno.ENOSPC, "nothing can be evicted for room under the bound")
-                outcome = self._trouble("write", full)
-                for item in rest:
-                    outcomes[item.i] = outcome
-                return
-            batch = list(zip(rest, chunks, strict=False))
+            pinned = [extent for run in runs for extent in run.extents]
             try:
-                for run in _item_runs(batch):
-                    self._write_run(room, run, outcomes)
+                for run in runs:
+                    members = [chunks[i] for i in run.members]
+                    self._write_run(room, run._replace(members=members), call)
             finally:
                 with self._lock:
-                    room.slab.unpin(chunks)
-            done += len(chunks)
+                    room.slab.unpin(pinned)
+            chunks = chunks[runs[-1].members[-1] + 1 :]
 
-    def _write_run(self, room: _Room, run: Sequence[tuple[_Item, Chunk]], outcomes: list[Outcome]) -> None:
-        first = run[0][1]
-        shape = first.segment.shape
+    def _write_run(self, room: _Room, run: Run, call: _Call) -> None:
+        shape = run.segment.shape
         cells, index = room.files[shape.number]
         outcome = Outcome.OK
         try:
-            cells.write([part for item, _ in run for part in (item.header, item.view)], first.cell * shape.cell_bytes)
+            for part in _writable(run, call.sizes):
+                buffers = [buffer for i in part.members for buffer in (call.headers[i], call.views[i])]
+                cells.write(buffers, part.cell * shape.cell_bytes)
             if self._sync:
                 cells.sync()
-            index.write([memoryview(self._records(room, run))], RECORDS_OFFSET + first.cell * RECORD_BYTES)
+            index.write([memoryview(self._records(room, run, call))], RECORDS_OFFSET + run.cell * RECORD_BYTES)
             if self._sync:
                 index.sync()
         except OSError as error:
             outcome = self._trouble("write", error)
         else:
-            self._publish(room, run)
-        for item, _ in run:
-            outcomes[item.i] = outcome
+            self._publish(room, run, call)
+        call.end(run.members, outcome)
 
-    def _records(self, room: _Room, run: Sequence[tuple[_Item, Chunk]]) -> bytes:
+    def _records(self, room: _Room, run: Run, call: _Call) -> bytes:
+        count, place = len(run.members), run.segment.shape.place(run.cell)
         with self._lock:
             sequence = room.next_sequence
-            room.next_sequence += len(run)
-            newest_us = room.slab.next_us(self._now_us(), len(run))
-        fields = [
-            fmt.Fields(sequence + i, newest_us - i, item.name, item.header_checksum, item.nbytes, chunk.place)
-            for i, (item, chunk) in enumerate(run)
-        ]
-        return fmt.pack_records(fields, [item.key for item, _ in run])
+            room.next_sequence += count
+            newest_us = room.slab.next_us(self._now_us(), count)
+        fields = fmt.Fields(
+            np.arange(sequence, sequence + count),
+            np.arange(newest_us, newest_us - count, -1),
+            [call.names[i] for i in run.members],
+            [call.header_checksums[i] for i in run.members],
+            [call.sizes[i] for i in run.members],
+            np.arange(place, place + count),
+        )
+        return fmt.pack_records(fields, [call.keys[i] for i in run.members])
 
-    def _publish(self, room: _Room, run: Sequence[tuple[_Item, Chunk]]) -> None:
-        chunks = [chunk for _, chunk in run]
-        cell_bytes = chunks[0].segment.shape.cell_bytes
-        contents = [(item.name, item.header_checksum, cell_bytes - item.nbytes) for item, _ in run]
+    def _publish(self, room: _Room, run: Run, call: _Call) -> None:
+        names = [call.names[i] for i in run.members]
+        sums = [call.header_checksums[i] for i in run.members]
+        slack = [run.segment.shape.cell_bytes - call.sizes[i] for i in run.members]
         with self._lock:
-            before = room.slab.publish(chunks, contents)
-            room.slab.touch(chunks, self._now_us())
-            self._told(room, added=[item.name for item, _ in run])
-        try:
-            self._erase(room, before)
-        finally:
-            with self._lock:
-                room.slab.unpin(before)
+            before = room.slab.publish(run, names, sums, slack)
+            room.slab.touch(run.extents, self._now_us())
+            self._told(room, added=names)
+        if before:
+            try:
+                self._erase(room, before)
+            finally:
+                with self._lock:
+                    room.slab.unpin([chunk.extent for chunk in before])
 
     # --- removing ------------------------------------------------------------------------------------------
 
@@ -450,20 +462,20 @@ class DiskStore(ChunkStore):
 
     # --- room ----------------------------------------------------------------------------------------------
 
-    def _find_room(self, room: _Room, cell_bytes: int, names: Sequence[int]) -> list[Chunk]:
+    def _find_room(self, room: _Room, cell_bytes: int, names: Sequence[int]) -> list[Run]:
         """Cells for one name at least, pinned; none where nothing can leave for them."""
         if shape_for(0, cell_bytes, self._max_bytes - _MARGIN_BYTES) is None:
             return []
         while True:
             with self._lock:
-                chunks = room.slab.allocate(cell_bytes, names, self._now_us())
-            if chunks:
-                return chunks
+                runs = room.slab.allocate(cell_bytes, names, self._now_us())
+            if runs:
+                return runs
             with self._making_room:
                 with self._lock:
-                    chunks = room.slab.allocate(cell_bytes, names, self._now_us())
-                if chunks or not (self._grow(room, cell_bytes) or self._evict(room, cell_bytes)):
-                    return chunks
+                    runs = room.slab.allocate(cell_bytes, names, self._now_us())
+                if runs or not (self._grow(room, cell_bytes) or self._evict(room, cell_bytes)):
+                    return runs
 
     def _grow(self, room: _Room, cell_bytes: int) -> bool:
         """Another segment, if the bound, the share of this engine and the disk have room for it."""
@@ -724,38 +736,40 @@ class DiskStore(ChunkStore):
         return self._complaints.hear(verb, error)
 
 
-def _is_same(chunk: Chunk, item: _Item) -> bool:
+def _sizes(headers: Sequence[memoryview], views: Sequence[memoryview]) -> list[int]:
+    """Bytes of each chunk."""
+    return list(map(operator.add, map(len, headers), map(len, views)))
+
+
+def _is_same(chunk: Chunk, call: _Call, i: int) -> bool:
     """Whether what is stored has the same header: its checksums say that the payload is the same too."""
-    return int(chunk.segment.header_checksums[chunk.cell]) == item.header_checksum and chunk.nbytes == item.nbytes
+    told = int(chunk.segment.header_checksums[chunk.cell])
+    return told == call.header_checksums[i] and chunk.nbytes == call.sizes[i]
 
 
-def _follows(before: Chunk, nbytes: int, chunk: Chunk) -> bool:
-    """Whether one call can go from the end of ``before``, ``nbytes`` long, right on into ``chunk``."""
-    return chunk.place == before.place + 1 and nbytes == before.segment.shape.cell_bytes
+def _single(run: Run) -> Iterator[Run]:
+    """Each cell for itself."""
+    return (Run(run.segment, run.cell + i, [member]) for i, member in enumerate(run.members))
 
 
-def _runs(chunks: Sequence[tuple[int, Chunk]]) -> Iterator[list[tuple[int, Chunk]]]:
-    """Neighbouring cells, of chunks in the order of their places."""
-    run: list[tuple[int, Chunk]] = []
-    for entry in chunks:
-        if run and not _follows(run[-1][1], run[-1][1].nbytes, entry[1]):
-            yield run
-            run = []
-        run.append(entry)
-    if run:
-        yield run
+def _readable(run: Run, sizes: Sequence[int], outcomes: list[Outcome]) -> Iterable[Run]:
+    """What of a run one call each can read: all at once where every chunk fills its cell, as it mostly does.
+
+    A chunk that is not as long as it is asked for is CORRUPT.
+    """
+    cell_bytes, slack = run.segment.shape.cell_bytes, run.segment.slack[run.cells].tolist()
+    wrong = [i for i, less in zip(run.members, slack, strict=True) if sizes[i] != cell_bytes - less]
+    for i in wrong:
+        outcomes[i] = Outcome.CORRUPT
+    if not wrong and not any(slack):
+        return (run,)
+    return [part for part in _single(run) if part.members[0] not in wrong]
 
 
-def _item_runs(batch: Sequence[tuple[_Item, Chunk]]) -> Iterator[list[tuple[_Item, Chunk]]]:
-    """Neighbouring cells that are to be filled."""
-    run: list[tuple[_Item, Chunk]] = []
-    for entry in batch:
-        if run and not _follows(run[-1][1], run[-1][0].nbytes, entry[1]):
-            yield run
-            run = []
-        run.append(entry)
-    if run:
-        yield run
+def _writable(run: Run, sizes: Sequence[int]) -> Iterable[Run]:
+    """What of a run one call each can write: all at once where every chunk fills its cell."""
+    cell_bytes = run.segment.shape.cell_bytes
+    return (run,) if all(sizes[i] == cell_bytes for i in run.members) else _single(run)
 
 
 def _by_segment(found: Sequence[tuple[int, Chunk]]) -> Iterator[list[tuple[int, Chunk]]]:
