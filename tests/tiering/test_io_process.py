@@ -70,7 +70,7 @@ def test_what_an_engine_does_not_fetch_is_kept_for_it(make: Make, monkeypatch: p
     """More reports than the wire holds, and nobody collects: the owner makes room."""
     rig = make(quiet=True)
     pid_of(rig)
-    jobs = 8000
+    jobs = 12000
     with monkeypatch.context() as patch:
         patch.setattr(rig.runner._pump, "collect", lambda: None)
         for _ in range(jobs):
