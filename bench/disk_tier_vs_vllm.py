@@ -1,8 +1,9 @@
 """The slab beside the disk itself and vLLM's file tier: GB/s of stores and loads, the engine's thread idle and busy.
 
-In: ``--short`` for a small form, ``--directory`` on the disk to measure, ``--memory`` on a file system in memory,
-``--json`` for the figures, ``--profile`` for where the time goes. Out: a table of medians with their spread and of
-ratios within one run. Never: an assertion about a rate, anything left behind.
+In: ``--short`` for a small form, ``--rounds``, ``--mib`` and ``--chunk`` for one between, ``--directory`` on the disk
+to measure, ``--memory`` on a file system in memory (either may be empty), ``--json`` for the figures, ``--profile`` for
+where the time goes. Out: a table of medians with their spread and of ratios within one run. Never: an assertion about a
+rate, anything left behind.
 
 Method. Four are measured in turn, round after round (A B C D A B C D ...): the limit of the machine (fio with direct
 I/O and the block size of a chunk, the better of two depths; a loop of vectored direct calls where fio is missing), the
@@ -380,13 +381,16 @@ def ratio(columns: dict[str, list[float]], name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="one round of little, to see that it works")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mib", type=int, default=2048, help="what is moved per verb and round")
+    parser.add_argument("--chunk", type=int, choices=(64, 2048), help="KiB; without it both sizes")
     parser.add_argument("--directory", default=tempfile.gettempdir(), help="on the disk to measure")
     parser.add_argument("--memory", default="/dev/shm", help="on a file system in memory; empty: left out")
     parser.add_argument("--json", help="a file for the figures")
     parser.add_argument("--profile", action="store_true", help="CPU time per chunk, and who needs it, instead of rates")
     options = parser.parse_args()
-    rounds = 1 if options.short else 5
-    total = (64 << 20) if options.short else (2 << 30)
+    rounds = 1 if options.short else options.rounds
+    total = (64 if options.short else options.mib) << 20
     unit = Unit()
     print(f"{platform.platform()}, {os.cpu_count()} cores, {cpu_name()}; load {os.getloadavg()[0]:.1f}")
     if options.profile:
@@ -400,7 +404,7 @@ def main() -> None:
     for where, directory in (("disk", options.directory), ("memory", options.memory)):
         if not directory:
             continue
-        for chunk_bytes in (64 << 10, 2 << 20):
+        for chunk_bytes in (64 << 10, 2 << 20) if options.chunk is None else (options.chunk << 10,):
             size = Size(chunk_bytes, total, (64 << 20) if chunk_bytes < 1 << 20 else (512 << 20))
             if options.profile:
                 profile(directory, where, size, unit)
