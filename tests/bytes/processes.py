@@ -1,12 +1,14 @@
 """What the kernel says of other processes.
 
-In: process ids. Out: their children, and whether they end. Never: a signal.
+In: process ids. Out: their children, what they hold of /dev/shm, and whether they end. Never: a signal.
 """
 
 from __future__ import annotations
 
 import os
 import select
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -26,3 +28,22 @@ def is_gone(pid: int, timeout_s: float = 30.0) -> bool:
         return bool(select.select([fd], [], [], timeout_s)[0])
     finally:
         os.close(fd)
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[str]:
+    """Files of /dev/shm that these processes have mapped or open; nobody else's, whatever happens on the machine."""
+    held: set[str] = set()
+    for pid in pids:
+        with suppress(OSError):  # it has ended
+            maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+            held |= {line[line.index("/dev/shm/") :] for line in maps.splitlines() if "/dev/shm/" in line}
+        with suppress(OSError):
+            for fd in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):  # closed meanwhile
+                    held.add(os.readlink(fd))
+    return {path for path in held if path.startswith("/dev/shm/")}
+
+
+def left_of(shared_memory: Iterable[str]) -> list[str]:
+    """Those that still have a name."""
+    return [path for path in shared_memory if os.path.lexists(path)]

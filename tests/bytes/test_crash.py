@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import children_of, is_gone
+from processes import children_of, is_gone, left_of, shared_memory_of
 
 CHILD = Path(__file__).with_name("crash_child.py")
 ROUNDS = int(os.environ.get("CRASH_ROUNDS", "6"))
@@ -27,7 +27,6 @@ def start(path: Path, seed: int, count: int) -> subprocess.Popen[str]:
 @pytest.mark.fault("B108")
 def test_an_engine_killed_at_any_moment_leaves_nothing_wrong_and_nothing_behind(tmp_path: Path) -> None:
     rng = random.Random(5)
-    shm_before = set(os.listdir("/dev/shm"))
     store = tmp_path / "store"
     for life in range(ROUNDS):
         child = start(store, life, 0)
@@ -37,12 +36,13 @@ def test_an_engine_killed_at_any_moment_leaves_nothing_wrong_and_nothing_behind(
         for _ in range(rng.randrange(0, 60)):
             assert next(output).isdigit(), "the engine ended by itself"
         children = children_of(child.pid)
+        held = shared_memory_of([child.pid, *children])
         os.kill(child.pid, signal.SIGKILL)
         assert child.wait(30) == -signal.SIGKILL
         assert children, "an engine with a files tier has an I/O process"
         assert all(is_gone(pid) for pid in children), "an I/O process outlives its engine"
+        assert not left_of(held), "shared memory is left"
         child.stdout.close()
-    assert set(os.listdir("/dev/shm")) <= shm_before
 
     last = start(store, 1000, 60)
     told = last.communicate(timeout=120)[0].splitlines()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from byte_engine import FULL, Engine
-from processes import children_of, is_gone
+from processes import children_of, is_gone, left_of, shared_memory_of
 from rank_processes import RankProcesses, RemoteRank
 from ranks_child import RANK_IS_GONE, STORE_BYTES
 
@@ -107,18 +107,6 @@ def _environment(process: Path) -> list[bytes]:
         return []
 
 
-def shared_memory_of(pids: list[int]) -> set[str]:
-    """Files of /dev/shm that these processes have mapped."""
-    found = set()
-    for pid in pids:
-        try:
-            maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue
-        found |= {line[line.index("/dev/shm/") :] for line in maps.splitlines() if "/dev/shm/" in line}
-    return found
-
-
 @pytest.mark.crash
 @pytest.mark.fault("B202")
 @pytest.mark.fault("B164")
@@ -127,7 +115,7 @@ def test_any_processes_of_an_engine_with_ranks_killed_at_any_moment(tmp_path: Pa
     print(f"CRASH_SEED={SEED} CRASH_ROUNDS={ROUNDS}")
     rng = random.Random(SEED)
     store, errors = tmp_path / "store", tmp_path / "errors"
-    mapped: set[str] = set()
+    held: set[str] = set()
     order = rng.sample(VICTIMS, len(VICTIMS))
     for number in range(ROUNDS):
         victims, deed = order[number % len(order)], rng.choice(["until-killed", "until-killed", "drain"])
@@ -135,7 +123,7 @@ def test_any_processes_of_an_engine_with_ranks_killed_at_any_moment(tmp_path: Pa
         print(f"life {number}: {victims}, {deed}")
         if rng.random() < 0.75:  # else at some moment of its start
             life.read(rng.randrange(1, 60))
-        mapped |= shared_memory_of(processes_with(life.mark))
+        held |= shared_memory_of(processes_with(life.mark))
         life.kill(victims, rng)
         if victims == "the I/O process":  # which the engine survives
             life.read(rng.randrange(1, 30))
@@ -153,7 +141,7 @@ def test_any_processes_of_an_engine_with_ranks_killed_at_any_moment(tmp_path: Pa
     said = errors.read_text(encoding="utf-8")
     assert "AssertionError" not in said, said[-3000:]
     assert "InvariantError" not in said, said[-3000:]
-    assert not any(os.path.exists(path) for path in mapped), "shared memory is left"
+    assert not left_of(held), "shared memory is left"
     files = [p for p in store.rglob("*") if p.is_file()]
     assert not [p for p in files if len(p.name) != 40 and p.suffix != ".json"], "temporary files are left"
     assert sum(p.stat().st_size for p in files if len(p.name) == 40) <= STORE_BYTES

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import left_of, shared_memory_of
 
 from orlop.config import parse_size
 from orlop.core import RegionLayout
@@ -518,7 +519,6 @@ def test_a_rank_that_comes_again_after_the_decision_must_be_the_same(name: str) 
 def test_killed_processes_leave_nothing_and_the_sixth_start_works(
     name: str, children: list[subprocess.Popen[str]]
 ) -> None:
-    before = set(os.listdir("/dev/shm"))
     creator = (
         "r = HostRegion.create(RegionLayout(64, 1, ((1 << 20,),)), name=sys.argv[1]); r.serve()\n"
         "print('up', flush=True); sys.stdin.read()"
@@ -536,11 +536,12 @@ def test_killed_processes_leave_nothing_and_the_sixth_start_works(
         inode = os.fstat(region.fileno()).st_ino
         region.close()
         assert mapped_by_anyone(inode)
+        held = shared_memory_of(child.pid for child in pair)
         for child in pair:
             child.send_signal(signal.SIGKILL)
             child.wait(timeout=WAIT_S)
         assert not mapped_by_anyone(inode)
-    assert set(os.listdir("/dev/shm")) == before
+        assert not left_of(held)
     with HostRegionOf(name) as region:
         assert region.layout == LAYOUT
 

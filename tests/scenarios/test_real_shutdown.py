@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from byte_engine import FULL, HYBRID, Engine
-from processes import children_of, is_gone
+from processes import children_of, is_gone, left_of, shared_memory_of
 from real_stores import chunk_files, leftovers
 
 from orlop.core import KVGroup
@@ -51,17 +51,18 @@ def our_threads() -> set[threading.Thread]:
 def test_a_shutdown_with_transfers_open_leaves_nothing_and_a_second_one_does_nothing(
     tmp_path: Path, groups: tuple[KVGroup, ...], io_process: bool
 ) -> None:
-    before, shm = our_threads(), set(os.listdir("/dev/shm"))
+    before, held_before = our_threads(), shared_memory_of([os.getpid()])
     engine = Engine(tmp_path, "open", groups, 2, io_process=io_process)
     in_full_swing(engine)
     pid = engine.manager.tiers[0].tier.io_pid  # type: ignore[attr-defined]
+    held = shared_memory_of([os.getpid(), *([pid] if pid else [])]) - held_before
     engine.shutdown()
     engine.shutdown()
     assert pid is None or not Path(f"/proc/{pid}").exists()
     for thread in our_threads() - before:
         thread.join(30)
         assert not thread.is_alive(), f"{thread.name} outlives the shutdown"
-    assert set(os.listdir("/dev/shm")) <= shm
+    assert not left_of(held)
     with Engine(tmp_path, "open", groups, 2, io_process=io_process) as engine:  # the region's name is free again
         engine.serve(PROMPT)
         assert engine.serve(PROMPT).was_external == 40
@@ -117,13 +118,13 @@ def start_child(path: Path) -> subprocess.Popen[str]:
 @pytest.mark.fault("B208")
 @pytest.mark.parametrize("how", ["twice", "then killed", "during start"])
 def test_signals_to_the_whole_group_leave_nothing(tmp_path: Path, how: str) -> None:
-    shm = set(os.listdir("/dev/shm"))
     child = start_child(tmp_path)
     assert child.stdout is not None
     if how != "during start":
         for _ in range(12):
             assert child.stdout.readline(), "the engine ended by itself"
     helpers = children_of(child.pid)
+    held = shared_memory_of([child.pid, *helpers])
     os.killpg(child.pid, signal.SIGTERM)
     os.killpg(child.pid, signal.SIGTERM)
     if how == "then killed":
@@ -133,7 +134,7 @@ def test_signals_to_the_whole_group_leave_nothing(tmp_path: Path, how: str) -> N
         assert child.returncode == 0
         assert told[-1] == "down"
     assert all(is_gone(pid) for pid in helpers), "an I/O process outlives its engine"
-    assert set(os.listdir("/dev/shm")) <= shm
+    assert not left_of(held)
     with Engine(tmp_path, "next", FULL, 1) as engine:
         engine.serve(PROMPT)
         assert engine.serve(PROMPT).was_external == 40

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from processes import left_of, shared_memory_of
 from vllm_engine import BLOCK_TOKENS, DEVICE_BLOCKS, MODEL_TOKENS, PATIENCE_S, Answer
 
 START_S = 300.0
@@ -130,15 +131,12 @@ class Server:
     # --- processes -----------------------------------------------------------------------------------------
 
     def look(self) -> list[psutil.Process]:
-        """Its processes as of now; they and the shared memory that they map are remembered for ``traces``."""
+        """Its processes as of now; they and the shared memory that they hold are remembered for ``traces``."""
         with suppress(psutil.NoSuchProcess):
             root = psutil.Process(self.process.pid)
             for process in [root, *root.children(recursive=True)]:
                 self._family[process.pid] = process
-        for process in self._family.values():
-            with suppress(OSError):
-                maps = Path(f"/proc/{process.pid}/maps").read_text()
-                self._shared_memory |= set(re.findall(r"(/dev/shm/\S+)$", maps, re.MULTILINE))
+        self._shared_memory |= shared_memory_of(self._family)
         return list(self._family.values())
 
     def kill(self) -> None:
@@ -159,7 +157,7 @@ class Server:
         """What is left of it once all its processes have had the time to end."""
         _, alive = psutil.wait_procs(self._family.values(), timeout=PATIENCE_S)
         left = [f"process {p.pid}: {' '.join(p.cmdline())[:200]}" for p in alive if p.status() != psutil.STATUS_ZOMBIE]
-        return left + sorted(path for path in self._shared_memory if os.path.exists(path))
+        return left + sorted(left_of(self._shared_memory))
 
     def end(self) -> None:
         """Whatever happened before: nothing of it runs any more."""
