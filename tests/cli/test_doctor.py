@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from orlop.cli import disk, machine
 from orlop.cli.disk import DiskSpeed, measure
 from orlop.cli.doctor import run_doctor
+from orlop.cli.settings import MOST_SETTINGS_BYTES, read_settings
 from orlop.config import parse_size
+from orlop.errors import ConfigError
 from orlop.host.limits import Limit
 
 
@@ -83,6 +88,7 @@ def test_a_host_tier_that_cannot_be_had_fails_with_a_size_that_can(examine, monk
     [
         ("{", "found no JSON"),
         ('{"host":' * 100_000, "found no JSON"),
+        ('{"host":' + " " * MOST_SETTINGS_BYTES + "1}", "found more than 1048576 bytes"),
         ('{"hots": "1GB"}', "did you mean host"),
         ('{"files": {"path": "/x"}}', "tiers.0.bytes"),
     ],
@@ -92,6 +98,23 @@ def test_settings_that_cannot_be_read_are_a_finding_and_the_machine_is_still_loo
     assert (exit_code, found["settings"]["status"], effective) == (1, "fail", {})
     assert says in found["settings"]["found"]
     assert "memory" in found
+
+
+def test_a_pipe_that_says_more_than_settings_can_be_is_not_heard_out(tmp_path):
+    """By name, as a shell gives what stands in ``<(...)``."""
+    read, write = os.pipe()
+
+    def say_on():
+        with suppress(BrokenPipeError), os.fdopen(write, "wb", buffering=0) as pipe:
+            for _ in range(64 * MOST_SETTINGS_BYTES // 65536):
+                pipe.write(b" " * 65536)
+
+    with ThreadPoolExecutor(1) as pool:
+        saying = pool.submit(say_on)
+        with pytest.raises(ConfigError, match=f"--config /dev/fd/{read}: found more than 1048576 bytes"):
+            read_settings(Path(f"/dev/fd/{read}"))
+        os.close(read)
+        saying.result(timeout=60)
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/nope"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import shutil
 import signal
@@ -142,6 +141,8 @@ def test_the_table_has_a_column_per_run(trace, tmp_path, scheduling):
         (["--prompts", "{dir}/one", "--reference", "/dev/full"], "--reference /dev/full: found neither file nor"),
         (["--prompts", "{dir}/one", "--reference", "{long}"], "cannot be written: File name too long"),
         (["--prompts", "{dir}/one", "--model", "{long}"], "found no directory"),
+        (["--prompts", "{dir}/one", "--config", "/dev/zero"], "--config /dev/zero: found a device, expected a JSON"),
+        (["--prompts", "{dir}/one", "--config", "{dir}"], "--config {dir}: cannot be read: Is a directory"),
         (["--prompts", "/dev/zero"], "line 1: found more than 67108864 bytes in a line"),
         (["--prompts", "{dir}/many"], "many, line 1: found 9999999999 for 'max_tokens', expected a whole number from"),
         (["--prompts", "{dir}/one", "--device-blocks", 2**31 - 1, "--block-tokens", 65_536], "num_blocks: found"),
@@ -215,21 +216,20 @@ def test_a_number_that_no_machine_has_is_refused_by_its_option(trace, option):
     assert f"Invalid value for '{option}'" in done.stderr
 
 
-def test_prompts_may_come_through_a_pipe(trace, tmp_path):
-    read, write = os.pipe()
-    with os.fdopen(write, "wb") as pipe:
-        pipe.write(b"[1, 2, 3]\n[4]\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "orlop", "run", "--prompts", "/dev/stdin", "--no-compare", "--json"],
-        stdin=read,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    os.close(read)
+def through_a_pipe(said, *arguments):
+    command = [sys.executable, "-m", "orlop", *arguments]
+    return subprocess.run(command, input=said, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+def test_prompts_may_come_through_a_pipe():
+    done = through_a_pipe("[1, 2, 3]\n[4]\n", "run", "--prompts", "/dev/stdin", "--no-compare", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["with_offload"]["requests"] == 2
+
+
+def test_settings_may_come_through_a_pipe():
+    done = through_a_pipe('{"host": "4MB"}', "doctor", "--config", "/dev/stdin", "--json")
+    assert json.loads(done.stdout)["settings"]["host.bytes"] == {"value": 4_000_000, "origin": "config"}
 
 
 @pytest.mark.parametrize("command", [["--version"], ["--help"], ["doctor"], ["doctor", "--json"]])

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from orlop.errors import ConfigError
 
+MOST_SETTINGS_BYTES = 1 << 20
+"""No settings are that long; what is has no end, or is something else."""
+
 
 def read_settings(path: Path) -> Mapping[str, Any]:
-    """The JSON object in the file ``path``; ``ConfigError`` where there is none."""
+    """The JSON object in the file or pipe ``path``; ``ConfigError`` where there is none."""
     try:
-        settings = json.loads(path.read_text())
+        settings = json.loads(_read_bounded(path))
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read: {error.strerror}; give a JSON file of settings") from error
     except (ValueError, RecursionError) as error:
@@ -26,6 +30,20 @@ def read_settings(path: Path) -> Mapping[str, Any]:
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: found {type(settings).__name__}, expected one JSON object of settings")
     return settings
+
+
+def _read_bounded(path: Path) -> bytes:
+    with path.open("rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or file.isatty()):
+            raise ConfigError(f"--config {path}: found a device, expected a JSON file of settings, or a pipe with one")
+        content = file.read(MOST_SETTINGS_BYTES + 1)
+    if len(content) > MOST_SETTINGS_BYTES:
+        raise ConfigError(
+            f"--config {path}: found more than {MOST_SETTINGS_BYTES} bytes, expected one JSON object of settings; give "
+            "another file"
+        )
+    return content
 
 
 def unwritable(option: str, path: Path, error: OSError) -> ConfigError:
