@@ -323,6 +323,21 @@ def test_the_keys_of_vllms_own_connector_are_taken(make_config: Callable[..., An
     assert connector._config.tokens_per_chunk == 64
 
 
+@pytest.mark.parametrize(("policy", "warnings"), [({}, 1), ({"kv_load_failure_policy": "recompute"}, 0)])
+def test_who_has_loads_that_fail_end_their_requests_is_warned_once(
+    make_config: Callable[..., Any], orlop_log: pytest.LogCaptureFixture, policy: Mapping[str, str], warnings: int
+) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    from orlop.vllm.connector import OrlopConnector
+
+    config = make_config(kv_transfer_config={**TRANSFER, **policy}, tensor_parallel_size=2)
+    for rank in range(2):
+        config.parallel_config.rank = rank
+        OrlopConnector(config, KVConnectorRole.WORKER, kv_cache(full()))
+    assert orlop_log.text.count("kv_load_failure_policy is 'fail'") == warnings
+
+
 def test_another_device_than_a_cpu_is_refused(make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from orlop.vllm import translate
 

@@ -235,6 +235,24 @@ def test_through_vllms_multi_connector_every_hook_is_called(
         assert loaded(made) == sum((len(prompt) - 1) // 64 * 64 for prompt in TURN)
 
 
+@pytest.mark.parametrize(("outer", "inner"), [("fail", "recompute"), ("recompute", "fail")])
+def test_beside_others_it_is_the_policy_of_the_whole_that_is_warned_of(
+    checkpoint: Callable[[str], Path], orlop_log: pytest.LogCaptureFixture, outer: str, inner: str
+) -> None:
+    ours = {"kv_connector": "OrlopConnector", "kv_connector_extra_config": {"host": "64MB"}}
+    transfer = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": outer,
+        "kv_connector_extra_config": {
+            "connectors": [{**ours, "kv_role": "kv_both", "kv_load_failure_policy": inner}],
+        },
+    }
+    with engine(checkpoint("llama"), kv_transfer_config=transfer) as made:
+        assert made.scheduler.recompute_kv_load_failures is (outer == "recompute")
+    assert orlop_log.text.count("kv_load_failure_policy is 'fail'") == (outer == "fail")
+
+
 def counted(ended: list[str], hook: Callable[..., Any]) -> Callable[..., Any]:
     def tell(connector: Any, request: Any, block_ids: Any) -> Any:
         ended.append(request.request_id)

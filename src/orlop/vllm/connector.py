@@ -63,14 +63,14 @@ class OrlopConnector(KVConnectorBase_V1, SupportsHMA):
                 log.warning("offloading is off: %s cannot be kept, and a prefix needs all", ", ".join(left_out))
             return Off()
         spec = translate.engine_spec(self._vllm_config, self._kv_cache_config, self._config.weights_id)
-        if not is_scheduler:
-            return OffloadingConnector.worker(self._config, spec)
-        if self._vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        if is_scheduler:
+            return OffloadingConnector.scheduler(self._config, spec)
+        if spec.rank == 0 and translate.load_failure_policy(self._vllm_config) != "recompute":
             log.warning(
                 "kv_load_failure_policy is 'fail': a load that fails ends its request with an error; add "
-                '"kv_load_failure_policy": "recompute" to the KV transfer config to compute it instead'
+                '"kv_load_failure_policy": "recompute" to the outermost KV transfer config to compute it instead'
             )
-        return OffloadingConnector.scheduler(self._config, spec)
+        return OffloadingConnector.worker(self._config, spec)
 
     @property
     def requires_kv_delivery(self) -> bool:

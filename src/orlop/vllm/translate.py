@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_events import (
     MEDIUM_CPU,
     MEDIUM_STORAGE,
@@ -133,6 +134,16 @@ def refuse_what_is_not_there(vllm_config: Any) -> None:
         raise ConfigError(
             "found ranks of one engine on several hosts, expected one host: they share one region of host memory"
         )
+
+
+def load_failure_policy(vllm_config: Any) -> str:
+    """What vLLM does about a load that fails, as a worker's process knows it.
+
+    Several connectors are each given a config with their own part for the whole, and vLLM goes by the whole. That one
+    is at hand while vLLM sets up a worker, and in the scheduler's process nowhere.
+    """
+    whole = get_current_vllm_config_or_none() or vllm_config
+    return str(whole.kv_transfer_config.kv_load_failure_policy)
 
 
 def engine_spec(vllm_config: Any, kv_cache_config: Any, weights_id: str | None) -> EngineSpec:
