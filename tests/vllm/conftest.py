@@ -60,9 +60,10 @@ def reference(checkpoint: Callable[[str], Path]) -> Callable[[str], object]:
 
 
 @pytest.fixture
-def orlop_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What we say. In vLLM our lines go to its handlers and nowhere else."""
+def orlop_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    """What we say, each line once. In vLLM our lines go to its handlers and nowhere else."""
     logger = logging.getLogger("orlop")
+    monkeypatch.setattr(logger, "propagate", False)
     logger.addHandler(caplog.handler)
     with caplog.at_level(logging.INFO, "orlop"):
         yield caplog
