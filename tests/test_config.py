@@ -389,6 +389,14 @@ def test_the_default_host_tier_is_a_quarter_of_memory_or_four_device_caches() ->
     assert default_host_bytes(100, 1000) == 250
 
 
+def test_the_default_host_tier_is_at_most_half_of_what_is_free_and_replicas_share_the_machine() -> None:
+    assert default_host_bytes(100, 1000, 400) == 200
+    assert default_host_bytes(100, 1000, 800) == 250
+    assert default_host_bytes(100, 1000, 400, replicas=4) == 50
+    assert default_host_bytes(100, 1000, None, replicas=4) == 62
+    assert default_host_bytes(10, 1000, 400, replicas=4) == 40
+
+
 @given(
     tokens=st.lists(st.sampled_from([1, 8, 16, 32, 48, 128, 256, 512]), min_size=1, max_size=3),
     window=st.none() | st.integers(1, 1000),

@@ -217,8 +217,9 @@ class HostConfig(_Settings):
 
     bytes: Annotated[int | None, BeforeValidator(lambda v: None if v is None else parse_size(v))] = Field(
         default=None,
-        description="size of the host tier, per engine, all its ranks together; unset: the smaller of a quarter "
-        "of the memory limit and four device caches, at most half of what is free, at least four chunks",
+        description="size of the host tier, per engine, all its ranks together, and so of each data parallel replica; "
+        "unset: the smaller of a quarter of the memory limit and four device caches, at most half of what is free "
+        "(replicas share the quarter and the half), at least four chunks",
     )
     policy: Policy = Field(
         default="lru", description="who leaves when it is full: `lru`, `arc`, `s3fifo`, `sieve`, or `module:Class`"
@@ -415,9 +416,18 @@ class OrlopConfig(_Settings):
 # --- defaults that depend on the machine or the engine -------------------------------------------------------
 
 
-def default_host_bytes(device_cache_bytes: int, memory_limit_bytes: int) -> int:
-    """Size of a host tier that nobody sized: a quarter of the memory, at most four device caches."""
-    return min(memory_limit_bytes // 4, 4 * device_cache_bytes)
+def default_host_bytes(
+    device_cache_bytes: int, memory_limit_bytes: int, free_bytes: int | None = None, replicas: int = 1
+) -> int:
+    """Size of a host tier that nobody sized: four device caches, at most its share of the machine.
+
+    That is a quarter of the memory, and half of what is free (None: nothing tells), over the ``replicas`` of the engine
+    that share the machine.
+    """
+    most = memory_limit_bytes // 4
+    if free_bytes is not None:
+        most = min(most, free_bytes // 2)
+    return min(most // replicas, 4 * device_cache_bytes)
 
 
 def auto_blocks_per_chunk(groups: Sequence[KVGroup], block_bytes: int) -> int:

@@ -76,11 +76,12 @@ STORES = {"disk": "orlop.stores.disk.store:DiskStore", "files": "orlop.stores.fi
 class OffloadingConnector:
     """One half of the connector. All calls come from the engine's thread of that half's process."""
 
-    def __init__(self, config: OrlopConfig, spec: EngineSpec, clock: Callable[[], float]) -> None:
+    def __init__(self, config: OrlopConfig, spec: EngineSpec, clock: Callable[[], float], replicas: int = 1) -> None:
         config.refuse_what_waits_for_an_engine()
         self.config = config
         self.spec = _named(spec, config.weights_id)
         self._clock = clock
+        self._replicas = replicas
         self._region: HostRegion | None = None
         self._scheduler_half: OffloadingConnectorScheduler | None = None
         self._lookup_delays = Histogram(SYNC_BOUNDS)
@@ -95,9 +96,13 @@ class OffloadingConnector:
         config: OrlopConfig | Mapping[str, Any] | None,
         spec: EngineSpec,
         clock: Callable[[], float] = time.monotonic,
+        replicas: int = 1,
     ) -> OffloadingConnector:
-        """The worker half of ``spec.rank``; of use once ``register_kv_caches`` was called."""
-        return cls(_settings(config), spec, clock)
+        """The worker half of ``spec.rank``; of use once ``register_kv_caches`` was called.
+
+        ``replicas`` of this engine share the host: a size of host memory that nobody has set leaves room for all.
+        """
+        return cls(_settings(config), spec, clock, replicas)
 
     @classmethod
     def scheduler(
@@ -305,9 +310,9 @@ class OffloadingConnector:
 
     def _default_host_bytes(self, least_bytes: int) -> int:
         """What nobody has set is never refused: not more than half of what is free, and never too little to work."""
-        wanted = default_host_bytes(self.spec.device_cache_bytes, memory_limit_bytes())
-        free = free_bytes()
-        return max(least_bytes, wanted if free is None else min(wanted, free // 2))
+        spec = self.spec
+        wanted = default_host_bytes(spec.device_cache_bytes, memory_limit_bytes(), free_bytes(), self._replicas)
+        return max(least_bytes, wanted)
 
     def _stored_chunk_blocks(self, pages: tuple[tuple[int, ...], ...]) -> int | None:
         """With ``auto``, the chunk size of the newest stored namespace that equals ours in all else."""

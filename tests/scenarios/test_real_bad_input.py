@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,17 @@ def test_a_host_tier_larger_than_memory_is_refused_with_the_numbers_and_the_next
     with Engine(tmp_path, "too-large", FULL, 1) as engine:
         engine.serve(PROMPT)
         assert engine.serve(PROMPT).was_external == 40
+
+
+@pytest.mark.parametrize(("host", "slots"), [({}, 15), ({"bytes": 40 * 4096}, 40)])
+def test_replicas_share_what_nobody_set_and_each_has_what_somebody_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: dict[str, int], slots: int
+) -> None:
+    monkeypatch.setattr("orlop.connector.free_bytes", lambda: 2 * 60 * 4096)
+    worker, how = partial(OffloadingConnector.worker, replicas=4), {"settings": {"host": host}, "tiers": False}
+    with Engine(tmp_path, "one-of-four", FULL, 1, spec={"device_cache_bytes": 10**9}, worker=worker, **how) as engine:
+        assert engine.connector._region is not None
+        assert engine.connector._region.layout.slots == slots
 
 
 @pytest.mark.parametrize(

@@ -338,6 +338,27 @@ def test_who_has_loads_that_fail_end_their_requests_is_warned_once(
     assert orlop_log.text.count("kv_load_failure_policy is 'fail'") == warnings
 
 
+def test_replicas_of_a_host_are_counted_though_vllm_tells_each_that_it_is_alone(
+    make_config: Callable[..., Any],
+) -> None:
+    from orlop.vllm.translate import replicas_here
+
+    assert replicas_here(make_config().parallel_config) == 1
+    replica = make_config(data_parallel_size=4).parallel_config
+    assert replicas_here(replica) == 4
+    replica.reconfigure_for_independent_dp_rank()  # what vLLM does in each replica's process
+    assert replicas_here(replica) == 4
+
+
+def test_of_experts_replicas_vllm_tells_how_many_are_on_this_host() -> None:
+    from vllm.config import ParallelConfig
+
+    from orlop.vllm.translate import replicas_here
+
+    assert replicas_here(ParallelConfig(data_parallel_size=8, data_parallel_size_local=2)) == 2
+    assert replicas_here(ParallelConfig(data_parallel_size=8, data_parallel_size_local=1)) == 1
+
+
 def test_another_device_than_a_cpu_is_refused(make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from orlop.vllm import translate
 

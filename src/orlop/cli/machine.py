@@ -71,8 +71,7 @@ def check_host(host_bytes: int | None) -> Iterator[Finding]:
     """Whether the host tier of this size (None: unset) can be had now."""
     least = min(memory_limits(), key=lambda limit: limit.available_bytes, default=None)
     if host_bytes is None:
-        most = default_host_bytes(sys.maxsize, memory_limit_bytes())
-        most = min(most, (free_bytes() or most) // 2)
+        most = default_host_bytes(sys.maxsize, memory_limit_bytes(), free_bytes())
         yield Finding(OK, "host.bytes", f"unset: four device caches, at most {legible_bytes(most)} here")
     elif least is not None and host_bytes > least.available_bytes:
         yield Finding(

@@ -167,6 +167,17 @@ def engine_spec(vllm_config: Any, kv_cache_config: Any, weights_id: str | None) 
     )
 
 
+def replicas_here(parallel: Any) -> int:
+    """Data parallel replicas of the engine on this host, this one among them.
+
+    In a dense model's replica vLLM sets their number to 1. The number that was asked for is left only in the bound of
+    elastic replicas, which such a model has not, and how many of them are on this host is not said: all count.
+    """
+    if parallel.data_parallel_size > 1 or parallel.enable_elastic_ep:
+        return max(1, int(parallel.data_parallel_size_local))
+    return int(parallel.elastic_ep_max_dp_size)
+
+
 def device_cache_bytes(kv_cache_config: Any) -> int:
     """Bytes of one rank's KV cache: every tensor that vLLM lists is a place in one allocation."""
     return max((tensor.size for tensor in kv_cache_config.kv_cache_tensors), default=0)

@@ -55,6 +55,10 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
         "nnodes",
+        "data_parallel_size",
+        "data_parallel_size_local",
+        "enable_elastic_ep",
+        "elastic_ep_max_dp_size",
     ),
     "vllm.v1.core.sched.output:SchedulerOutput": (
         "scheduled_new_reqs",
