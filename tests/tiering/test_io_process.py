@@ -37,7 +37,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     rigs: list[Rig] = []
 
     def make_rig(spec: StoreSpec | None = None, **options: Any) -> Rig:
-        rigs.append(Rig(spec or directory(tmp_path), io_process=True, **{"restart_s": 0.01, **options}))
+        rigs.append(Rig(spec or directory(tmp_path), **{"io_process": True, "restart_s": 0.01, **options}))
         return rigs[-1]
 
     yield make_rig
@@ -93,9 +93,12 @@ def test_who_waits_for_the_count_hears_of_it_also_after_words_that_came_before_i
     assert rig.runner.wait_counted(PATIENCE_S)
 
 
-def test_a_job_that_cannot_be_sent_is_reported_all_the_same(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    rig = make()
-    pid_of(rig)
+@pytest.mark.parametrize("io_process", [True, False])
+def test_a_job_that_cannot_be_sent_is_reported_all_the_same(
+    make: Make, caplog: pytest.LogCaptureFixture, io_process: bool
+) -> None:
+    rig = make(io_process=io_process)
+    assert rig.runner.wait_ready(PATIENCE_S) is None
     rig.fill([0])
     good = rig.job(TransferKind.STORE, keys(1))
     rig.runner.submit_store(replace(good, slots=None), now=rig.now)  # type: ignore[arg-type]
@@ -411,24 +414,19 @@ FORKED_AT_START = """
 """
 
 
+def run(program: str, path: Path) -> subprocess.CompletedProcess[bytes]:
+    """The program with its tier in ``path``, from its start to its end."""
+    command = [sys.executable, "-c", textwrap.dedent(program), str(path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(command, env=environment, timeout=4 * PATIENCE_S, check=False)
+
+
 def test_a_fork_at_the_moment_of_the_start_does_not_hide_a_death(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FORKED_AT_START), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=4 * PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0
+    assert run(FORKED_AT_START, tmp_path).returncode == 0
 
 
 def test_a_fork_of_the_engine_cannot_end_the_engines_tier(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FORKING), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=2 * PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0
+    assert run(FORKING, tmp_path).returncode == 0
 
 
 def test_it_starts_without_the_callers_main_module_or_stdin(make: Make) -> None:

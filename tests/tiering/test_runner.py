@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -475,16 +474,6 @@ def test_a_thread_that_dies_of_our_own_fault_is_told_and_replaced(
     assert outcome is Outcome.OK
     assert rig.runner.get_stats()["io_restarts"] >= 1
     assert any("thread of the I/O worker died" in record.message for record in caplog.records)
-
-
-def test_a_job_that_cannot_be_sent_is_reported_all_the_same(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    rig = make(restart_s=0.01)
-    rig.fill([0])
-    good = rig.job(TransferKind.STORE, keys(1))
-    rig.runner.submit_store(replace(good, slots=None), now=rig.now)  # type: ignore[arg-type]
-    (result,) = rig.results()
-    assert result.outcomes == (Outcome.UNAVAILABLE,)
-    assert any("could not be sent" in record.message for record in caplog.records)
 
 
 def test_a_job_whose_worker_dies_while_it_is_posted_is_not_given_to_the_next_one(

@@ -16,7 +16,6 @@ Both sides stand in one line: the mark tells them apart, and 0 is who may not le
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
@@ -24,6 +23,7 @@ import numpy as np
 
 from orlop.core import Int64Array
 from orlop.host.policies.base import EvictionPolicy
+from orlop.host.policies.columns import bytes_of, numbers_of
 from orlop.host.policies.line import Line
 from orlop.host.policies.prints import prints
 
@@ -37,12 +37,9 @@ class ARC(EvictionPolicy):
         super().__init__(slots)
         self.share = 0.0
         self._line = Line(slots)
-        self._side_of = bytearray(slots)
-        self._sides = np.frombuffer(self._side_of, np.uint8)
-        self._offered = bytearray(slots)
-        self._offers = np.frombuffer(self._offered, np.uint8)
-        self._print_of = array("q", [0]) * slots
-        self._prints = np.frombuffer(self._print_of, np.int64)
+        self._side_of, self._sides = bytes_of(slots)
+        self._offered, self._offers = bytes_of(slots)
+        self._print_of, self._prints = numbers_of(slots)
         self._count = [0, 0, 0]
         """How many chunks each side has; the first item is nobody's."""
         self._left = tuple(OrderedDict[int, None]() for _ in range(3))

@@ -10,18 +10,15 @@ are closed, once in as many additions as there are slots, in one pass over array
 
 from __future__ import annotations
 
-from array import array
-
 import numpy as np
-import numpy.typing as npt
 
 from orlop.core import Int64Array
+from orlop.host.policies.columns import UInt8Array, bytes_of, numbers_of
 
 MARKS = 8
 """Marks are numbers below it; 0 is the one that holes have too."""
 SPARE = 1024
 
-UInt8Array = npt.NDArray[np.uint8]
 _NONE: Int64Array = np.empty(0, np.int64)
 
 
@@ -32,13 +29,10 @@ class Line:
         self.hand = 0
         self.end = 0
         self._length = 2 * slots + SPARE
-        self.marks = bytearray(self._length)
-        self.mark_at: UInt8Array = np.frombuffer(self.marks, np.uint8)
-        self.slot_at = array("q", [-1]) * self._length
-        self._slots = np.frombuffer(self.slot_at, np.int64)
-        self.place_of = array("q", [0]) * slots
+        self.marks, self.mark_at = bytes_of(self._length)
+        self.slot_at, self._slots = numbers_of(self._length, -1)
+        self.place_of, self.places = numbers_of(slots)
         """Of a slot that was taken out: the hole that it left, until something is added."""
-        self.places = np.frombuffer(self.place_of, np.int64)
         self._low = [0] * MARKS
         """Per mark a place before which nothing has it."""
 

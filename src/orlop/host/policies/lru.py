@@ -20,7 +20,6 @@ entering the heap, so that peeling a chain from its end costs no walk through th
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Sequence
 from heapq import heappop, heappush, heappushpop
 
@@ -28,6 +27,7 @@ import numpy as np
 
 from orlop.core import Int64Array
 from orlop.host.policies.base import EvictionPolicy
+from orlop.host.policies.columns import bytes_of, numbers_of
 
 SLOT_BITS = 32
 SLOT_MASK = (1 << SLOT_BITS) - 1
@@ -40,10 +40,8 @@ class LRU(EvictionPolicy):
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
         self._tick = 0
-        self._tick_of = array("q", bytes(8 * slots))
-        self._ticks = np.frombuffer(self._tick_of, np.int64)
-        self._offered = bytearray(slots)
-        self._offers = np.frombuffer(self._offered, np.uint8)
+        self._tick_of, self._ticks = numbers_of(slots)
+        self._offered, self._offers = bytes_of(slots)
         self._queued = bytearray(slots)
         self._heap: list[int] = []
 

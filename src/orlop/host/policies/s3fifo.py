@@ -17,7 +17,6 @@ Both queues stand in one line: the mark tells them apart.
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
@@ -25,7 +24,8 @@ import numpy as np
 
 from orlop.core import Int64Array
 from orlop.host.policies.base import EvictionPolicy
-from orlop.host.policies.line import Line, UInt8Array
+from orlop.host.policies.columns import UInt8Array, bytes_of, numbers_of
+from orlop.host.policies.line import Line
 from orlop.host.policies.prints import prints
 
 SMALL_SHARE = 10
@@ -53,14 +53,10 @@ class S3FIFO(EvictionPolicy):
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
         self._line = Line(slots)
-        self._main_of = bytearray(slots)
-        self._mains = np.frombuffer(self._main_of, np.uint8)
-        self._offered = bytearray(slots)
-        self._offers = np.frombuffer(self._offered, np.uint8)
-        self._uses_of = bytearray(slots)
-        self._uses = np.frombuffer(self._uses_of, np.uint8)
-        self._print_of = array("q", [0]) * slots
-        self._prints = np.frombuffer(self._print_of, np.int64)
+        self._main_of, self._mains = bytes_of(slots)
+        self._offered, self._offers = bytes_of(slots)
+        self._uses_of, self._uses = bytes_of(slots)
+        self._print_of, self._prints = numbers_of(slots)
         self._small_most = max(1, slots // SMALL_SHARE)
         self._small = 0
         """Chunks in the small queue."""
