@@ -664,7 +664,7 @@ def test_shutdown_drains_then_closes_the_store(make: Make, store: MemoryStore) -
 
 @pytest.mark.parametrize("lock", ["_sending", "_taking"])
 def test_shutdown_ends_after_a_signal_in_the_middle_of_a_call(make: Make, lock: str) -> None:
-    """Its exception may come right behind the taking of a lock, where nothing gives that back."""
+    """Its handler may end the runner where the call that it has interrupted holds a lock."""
     rig = make()
     rig.store(keys(5))
 
@@ -676,6 +676,49 @@ def test_shutdown_ends_after_a_signal_in_the_middle_of_a_call(make: Make, lock: 
     engine.start()
     engine.join(2 * PATIENCE_S)
     assert not engine.is_alive()
+    assert rig.results()[0].outcomes == (Outcome.OK,) * 5
+
+
+class Interrupted:
+    """A lock whose taking, without waiting, is the last thing before a Ctrl-C, once."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.release = lock.release
+        self.was_interrupted = False
+
+    def acquire(self, blocking: bool) -> bool:
+        taken = bool(self._lock.acquire(blocking=blocking))
+        if taken and not self.was_interrupted:
+            self.was_interrupted = True
+            raise KeyboardInterrupt
+        return taken
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def step_on(rig: Rig) -> None:
+    """Speak and listen to the worker again and again: now and then another thread may be at it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        rig.runner.touch(keys(1), CONTEXT)
+        rig.runner.get_finished_jobs()
+
+
+@pytest.mark.parametrize("lock", ["_sending", "_taking"])
+def test_after_a_ctrl_c_that_the_application_survives_the_tier_goes_on(make: Make, lock: str) -> None:
+    rig = make()
+    rig.store(keys(1))
+    rig.results()
+    pump = rig.runner._pump
+    setattr(pump, lock, Interrupted(getattr(pump, lock)))
+    with pytest.raises(KeyboardInterrupt):
+        step_on(rig)
+    rig.store(keys(5))
     assert rig.results()[0].outcomes == (Outcome.OK,) * 5
 
 

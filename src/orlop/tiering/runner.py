@@ -555,6 +555,9 @@ class Pump:
     written to, perhaps for long, ``_taking`` while what has come is taken from it, so that nobody closes it meanwhile;
     the engine's thread goes on without where another one has them. The tables of what the worker owes need no lock:
     whoever takes an entry out of one reports it.
+
+    A signal's exception comes at the end of a call. So the engine's thread takes both inside of the ``try`` that gives
+    them back, without a call between, and gives back what it may not have: one that it kept would lock the owner out.
     """
 
     def __init__(
@@ -618,9 +621,9 @@ class Pump:
             return False
         if len(message.keys) > MOST_KEYS_AT_ONCE:
             return False
-        if not self._sending.acquire(blocking=False):
-            return False
         try:
+            if not self._sending.acquire(blocking=False):
+                return False
             link = self._link
             if link is None:
                 return False
@@ -633,21 +636,26 @@ class Pump:
                 # What somebody has reported meanwhile is done.
                 return isinstance(message, TierJob | Ask) and not self._forget(message)
         finally:
-            self._sending.release()
+            try:  # noqa: SIM105
+                self._sending.release()
+            except RuntimeError:  # another thread's
+                pass
         if self._link is not link and self._forget(message):  # its owner has buried it and has not seen this
             self._report_for(message, "the I/O process has ended", released=True)
         return True
 
     def collect(self) -> None:
         """Take what has come, unless the owner is at it."""
-        if self._taking.acquire(blocking=False):
-            try:
-                link = self._link
-                if link is not None:
-                    for message in link.collect():
-                        self._take(message)
-            finally:
+        try:
+            link = self._link if self._taking.acquire(blocking=False) else None
+            if link is not None:
+                for message in link.collect():
+                    self._take(message)
+        finally:
+            try:  # noqa: SIM105
                 self._taking.release()
+            except RuntimeError:  # another thread's
+                pass
 
     def posted(self) -> int:
         return self._posted.qsize()
@@ -669,7 +677,7 @@ class Pump:
             return  # a fork has neither our threads nor our child
         for lock in (self._sending, self._taking):
             with contextlib.suppress(RuntimeError):  # not ours, as a rule
-                lock.release()  # a signal's exception came between taking it and the care for giving it back
+                lock.release()  # a signal's handler has come here from the middle of a call that has it
         self._stopping.set()
         self._posted.put(Bye())
         if not self._settled.wait(deadline_s):
