@@ -11,8 +11,12 @@ clock, counters and metrics, and OffloadingConnector. Both get the same requests
 size, host memory alone with room for everything. As with vLLM's engine in a process of its own,
 ``update_connector_output`` is called in every step. A figure is CPU time, so it is not the neighbours'.
 
-The goal is that of a step in which no chunk fills. The second row is the mean over whole cycles, in which every request
-fills one chunk and the chunks are stored: all requests do it in the same steps, which is as dear as it gets.
+First as vLLM's connector is by default: prompts alone are stored. Then with what is decoded stored too, which is our
+default: in each cycle, as many steps as a chunk has tokens, each of the requests fills one chunk, which is stored.
+That is taken twice: all requests fill theirs in the same step, as after prompts of one length; and each in a step of
+its own, spread over the cycle, as after prompts of many lengths. The mean over whole cycles is what an engine pays; of
+the first, the steps in which no chunk fills have a row of their own. One cycle goes before those that are counted.
+Chunks are small here, so up to 64 requests share a store job of ours; of chunks of 2 MiB it would be 8.
 """
 
 from __future__ import annotations
@@ -44,6 +48,10 @@ from scheduler_vs_vllm import BLOCK_TOKENS, RUNNING, EngineSizes, Peer, Rig, Row
 
 CONTEXT = 8192
 GOAL = 20
+TURN_STEPS = 128
+"""At least so many steps of one side follow each other: two engines that alternate would empty each other's caches."""
+STORED_PER_STEP = 2048
+"""Of prompts; ours spreads them over so many a step, the peer stores them at once."""
 STEP_HOOKS = (
     *bare.HOOKS,
     "on_new_request",
@@ -62,8 +70,9 @@ BLOCK_BYTES = 2 * BLOCK_TOKENS * 16 * 4
 class Theirs(Peer):
     """vLLM's OffloadingConnector with chunks of more than one block."""
 
-    def __init__(self, blocks_per_chunk: int) -> None:
+    def __init__(self, blocks_per_chunk: int, decoded: bool) -> None:
         self._blocks_per_chunk = blocks_per_chunk
+        self._decoded = decoded
 
     def scheduler(self, sizes: EngineSizes, slots: int, folder: Path) -> Any:
         transfer = KVTransferConfig(
@@ -74,7 +83,7 @@ class Theirs(Peer):
             kv_connector_extra_config={
                 "cpu_bytes_to_use": slots * self._blocks_per_chunk * BLOCK_BYTES * 2,
                 "blocks_per_chunk": self._blocks_per_chunk,
-                "offload_prompt_only": False,
+                "offload_prompt_only": not self._decoded,
             },
         )
         return adapter.make_scheduler(adapter.make_vllm_config(sizes, folder, transfer), sizes)
@@ -88,8 +97,9 @@ class Adapter:
 
     name = "Orlop"
 
-    def __init__(self, blocks_per_chunk: int) -> None:
+    def __init__(self, blocks_per_chunk: int, decoded: bool) -> None:
         self._blocks_per_chunk = blocks_per_chunk
+        self._decoded = decoded
 
     def scheduler(self, sizes: EngineSizes, slots: int, folder: Path) -> Any:
         orlop.vllm.register()
@@ -101,6 +111,7 @@ class Adapter:
             kv_connector_extra_config={
                 "host": slots * max(4096, self._blocks_per_chunk * BLOCK_BYTES),
                 "blocks_per_chunk": self._blocks_per_chunk,
+                "offload_decode": self._decoded,
             },
         )
         config = adapter.make_vllm_config(sizes, folder, transfer)
@@ -136,32 +147,34 @@ class EveryStep(Rig):
         return sum(sum(calls) for calls in self.took_us.values())
 
 
-def decode(blocks_per_chunk: int, cycles: int) -> list[Row]:
-    """Each cycle is as many steps as a chunk has tokens; every request fills one chunk in it."""
+def decode(blocks_per_chunk: int, turns: int, spread: bool, decoded: bool) -> list[Row]:
+    """Each cycle is as many steps as a chunk has tokens; every request fills one chunk in it, stored if ``decoded``."""
     chunk_tokens = blocks_per_chunk * BLOCK_TOKENS
-    output_tokens = (cycles + 2) * chunk_tokens + 64
-    blocks = RUNNING * ((CONTEXT + output_tokens) // BLOCK_TOKENS + 1)
+    prompts = [CONTEXT + (i % chunk_tokens if spread else 0) for i in range(RUNNING)]
+    prompt_chunks = sum(tokens // chunk_tokens for tokens in prompts)
+    turn_steps = max(chunk_tokens, TURN_STEPS)
+    output_tokens = turns * turn_steps + 4 * chunk_tokens + prompt_chunks // STORED_PER_STEP
+    model_tokens = CONTEXT + chunk_tokens + output_tokens
+    blocks = RUNNING * (model_tokens // BLOCK_TOKENS + 1)
     sizes = EngineSizes(
-        blocks=blocks + 1,
-        running=RUNNING,
-        step_tokens=RUNNING * CONTEXT + 1,
-        model_tokens=CONTEXT + output_tokens + BLOCK_TOKENS,
+        blocks=blocks + 1, running=RUNNING, step_tokens=sum(prompts) + 1, model_tokens=model_tokens + BLOCK_TOKENS
     )
     rigs = [
         start(side, sizes, blocks // blocks_per_chunk + 64)
-        for side in (Theirs(blocks_per_chunk), Adapter(blocks_per_chunk))
+        for side in (Theirs(blocks_per_chunk, decoded), Adapter(blocks_per_chunk, decoded))
     ]
-    prompts = [bare.fresh_hashes(CONTEXT) for _ in range(RUNNING)]
+    hashes = [bare.fresh_hashes(tokens) for tokens in prompts]
     for rig in rigs:
-        settle(rig, prompts, output_tokens)
+        settle(rig, hashes, prompts, output_tokens, prompt_chunks, chunk_tokens)
     bare.settle_garbage()
-    label = f"chunks of {chunk_tokens} tokens"
-    quiet = Row(f"all hooks, a step in which no chunk fills, {label}", f">= {GOAL}x")
-    mean = Row(f"all hooks, mean per step of a cycle in which all fill one, {label}", "none of its own")
-    for _ in range(cycles):
+    chunks = f"chunks of {chunk_tokens} tokens"
+    when = "filled one a step or so" if spread else "all filled in one step"
+    quiet = Row(f"a step in which no chunk fills, {chunks}", f">= {GOAL}x")
+    mean = Row(f"{chunks}, {when if decoded else 'prompts alone are stored'}", f">= {GOAL}x")
+    for _ in range(turns):
         for rig in rigs:
-            one_cycle(rig, chunk_tokens, quiet, mean)
-    return [quiet, mean]
+            one_turn(rig, turn_steps, quiet, mean, turn_steps // chunk_tokens * RUNNING if decoded else 0)
+    return [mean] if spread else [quiet, mean]
 
 
 def start(side: Any, sizes: EngineSizes, slots: int) -> EveryStep:
@@ -170,41 +183,51 @@ def start(side: Any, sizes: EngineSizes, slots: int) -> EveryStep:
     return EveryStep(side, side.scheduler(sizes, slots, folder), hooks=STEP_HOOKS)
 
 
-def settle(rig: EveryStep, prompts: list[list[bytes]], output_tokens: int) -> None:
-    """All requests run, and what their prompts fill is stored."""
-    for hashes in prompts:
-        rig.add(hashes, CONTEXT, output_tokens)
-    calm = stored = 0
-    while calm < 3:
+def settle(
+    rig: EveryStep,
+    hashes: list[list[bytes]],
+    prompts: list[int],
+    output_tokens: int,
+    prompt_chunks: int,
+    chunk_tokens: int,
+) -> None:
+    """All requests run, what their prompts fill is stored, and some steps have gone by."""
+    for prompt_hashes, tokens in zip(hashes, prompts, strict=True):
+        rig.add(prompt_hashes, tokens, output_tokens)
+    stored = 0
+    while stored < prompt_chunks:
         rig.step()
         stored += rig.side.chunks_stored(rig.message)
-        calm = 0 if rig.busy else calm + 1
-    assert len(rig.scheduler.running) == RUNNING
-    assert stored > 0, f"{rig.side.name}: nothing of the prompts was stored"
-
-
-def one_cycle(rig: EveryStep, chunk_tokens: int, quiet: Row, mean: Row) -> None:
-    spent, stored, was_busy = [], 0, rig.busy
+        assert len(rig.scheduler.running) == RUNNING
     for _ in range(chunk_tokens):
+        rig.step()
+    while rig.scheduler.running[0].num_computed_tokens % chunk_tokens != chunk_tokens // 2:
+        rig.step()  # so that chunks fill in the middle of a cycle, and are stored in it
+
+
+def one_turn(rig: EveryStep, steps: int, quiet: Row, mean: Row, chunks: int) -> None:
+    spent, stored, was_busy = [], 0, rig.busy
+    for _ in range(steps):
         rig.step()
         spent.append(rig.spent_us)
         stored += rig.side.chunks_stored(rig.message)
         if not rig.busy and not was_busy and rig.scheduler.running[0].num_computed_tokens % BLOCK_TOKENS > 1:
             quiet.samples[rig.side.name].append(spent[-1])
         was_busy = rig.busy
-    assert stored == RUNNING, f"{rig.side.name}: stored {stored} chunks, expected {RUNNING}"
+    assert stored == chunks, f"{rig.side.name}: stored {stored} chunks, expected {chunks}"
     mean.samples[rig.side.name].append(statistics.mean(spent))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="two cycles of each: about a minute")
-    cycles = 2 if parser.parse_args().short else 6
+    parser.add_argument("--short", action="store_true", help="two turns of each: about a minute and a half")
+    turns = 2 if parser.parse_args().short else 6
     print(f"{bare.machine()}; Python {platform.python_version()}, vLLM {vllm.__version__}")
     print(f"{time.strftime('%Y-%m-%d')}; {RUNNING} running requests of {CONTEXT} tokens; microseconds per step\n")
     print(f"{'':<70} {'vLLM':>26} {'Orlop':>26} {'ratio':>9}  goal")
-    for blocks_per_chunk in (1, 16):
-        for row in decode(blocks_per_chunk, cycles):
+    modes = [(1, True, False), *((n, spread, True) for n in (1, 16) for spread in (False, True))]
+    for blocks_per_chunk, spread, decoded in modes:
+        for row in decode(blocks_per_chunk, turns, spread, decoded):
             print(row.text(), flush=True)
         gc.unfreeze()
         gc.collect()

@@ -68,6 +68,11 @@ LEAST_SLOTS = 4
 LEAST_LOOKUP_LIMIT_S = 5.0
 LEAST_MAX_RETIRED = 64
 """Slots that a tier may hold past their deadline before it is out of service, where a quarter of all is less."""
+GATHER_STEPS = 8
+"""Steps for which chunks that decoding fills are gathered, to be stored together: some tenths of a second."""
+JOINT_BYTES = 16 * 1024 * 1024
+MOST_JOINT = 64
+"""So much, and so many chunks, of several requests share a store job; a fence for one of them waits for all of it."""
 LOOK_AHEAD = 8
 """Waiting requests whose tiers are asked before the engine comes to them: some steps' worth, a part of host memory."""
 STORES = {"disk": "orlop.stores.disk.store:DiskStore", "files": "orlop.stores.files:FilesStore"}
@@ -76,12 +81,11 @@ STORES = {"disk": "orlop.stores.disk.store:DiskStore", "files": "orlop.stores.fi
 class OffloadingConnector:
     """One half of the connector. All calls come from the engine's thread of that half's process."""
 
-    def __init__(self, config: OrlopConfig, spec: EngineSpec, clock: Callable[[], float], replicas: int = 1) -> None:
+    def __init__(self, config: OrlopConfig, spec: EngineSpec, clock: Callable[[], float]) -> None:
         config.refuse_what_waits_for_an_engine()
         self.config = config
         self.spec = _named(spec, config.weights_id)
         self._clock = clock
-        self._replicas = replicas
         self._region: HostRegion | None = None
         self._scheduler_half: OffloadingConnectorScheduler | None = None
         self._lookup_delays = Histogram(SYNC_BOUNDS)
@@ -96,13 +100,9 @@ class OffloadingConnector:
         config: OrlopConfig | Mapping[str, Any] | None,
         spec: EngineSpec,
         clock: Callable[[], float] = time.monotonic,
-        replicas: int = 1,
     ) -> OffloadingConnector:
-        """The worker half of ``spec.rank``; of use once ``register_kv_caches`` was called.
-
-        ``replicas`` of this engine share the host: a size of host memory that nobody has set leaves room for all.
-        """
-        return cls(_settings(config), spec, clock, replicas)
+        """The worker half of ``spec.rank``; of use once ``register_kv_caches`` was called."""
+        return cls(_settings(config), spec, clock)
 
     @classmethod
     def scheduler(
@@ -311,7 +311,7 @@ class OffloadingConnector:
     def _default_host_bytes(self, least_bytes: int) -> int:
         """What nobody has set is never refused: not more than half of what is free, and never too little to work."""
         spec = self.spec
-        wanted = default_host_bytes(spec.device_cache_bytes, memory_limit_bytes(), free_bytes(), self._replicas)
+        wanted = default_host_bytes(spec.device_cache_bytes, memory_limit_bytes(), free_bytes(), spec.replicas)
         return max(least_bytes, wanted)
 
     def _stored_chunk_blocks(self, pages: tuple[tuple[int, ...], ...]) -> int | None:
@@ -371,6 +371,8 @@ class OffloadingConnector:
                 store_deadline_s=config.store_deadline_s,
                 lookup_wait_s=max((e.lookup_s for e in entries), default=0.0),
                 promotion_wait_s=max((e.promotion_s for e in entries), default=5.0),
+                max_joint_chunks=max(1, min(MOST_JOINT, JOINT_BYTES // layout.slot_bytes)),
+                gather_steps=GATHER_STEPS,
                 look_ahead=LOOK_AHEAD if entries else 0,
             ),
         )

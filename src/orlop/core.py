@@ -193,7 +193,8 @@ class EngineSpec:
     ``instance`` and ``replica`` name the host region's socket: unique per engine on this host, equal in all
     its processes. ``groups`` and ``tokens_per_hash`` as in ``Geometry``. ``identity`` is a JSON-able mapping of
     all that determines the bytes of a chunk (architecture, weights, dtypes, positions, hashing, layout).
-    ``device_cache_bytes`` is the size of the device's KV cache of all ranks, from which defaults are sized.
+    ``device_cache_bytes`` is the size of the device's KV cache of all ranks, from which defaults are sized, and
+    ``replicas`` how many such engines share the host, so that all have room.
     ``persistent`` False: the weights cannot be told apart from others, so tiers that outlive the process
     stay off; ``volatile``: a better reason for it, for the log. ``events``: the engine takes cache events; otherwise
     none are kept for it.
@@ -205,6 +206,7 @@ class EngineSpec:
     identity: Mapping[str, Any]
     device_cache_bytes: int
     replica: int = 0
+    replicas: int = 1
     rank: int = 0
     ranks: int = 1
     null_block_id: int = 0
@@ -321,23 +323,38 @@ class TransferKind(StrEnum):
     LOAD = "load"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Reservation:
     """Slots that a device transfer may touch, from prepare to complete.
 
-    Compared by identity and given back exactly once, so a release needs no key. ``chunks`` are the
-    absolute chunk indexes in the request, ``slots`` the slots in the same order. ``origins``: of a load, how
-    many of its chunks each secondary tier brought up for it, by the tier's name.
+    Compared by identity and given back exactly once, so a release needs no key. ``contexts`` is the one life whose
+    chunks these are, or one life for each chunk. ``chunks`` are the absolute chunk indexes in the request, ``slots``
+    the slots in the same order. ``origins``: of a load, how many of its chunks each secondary tier brought up for it,
+    by the tier's name.
     """
 
     number: int
     kind: TransferKind
-    context: ReqContext
+    contexts: tuple[ReqContext, ...]
     group: int
     hashes: tuple[bytes, ...]
     chunks: Int64Array
     slots: Int64Array
     origins: Mapping[str, int] = field(default_factory=dict)
+
+
+class JointOffer(NamedTuple):
+    """One chunk each of some lives, all of one KV group: what decoding requests fill in the same step.
+
+    ``hashes[i]`` names chunk ``chunks[i]`` of ``contexts[i]``, and ``extends[i]`` the chunk before it in the request;
+    empty where it is the first.
+    """
+
+    group: int
+    hashes: Sequence[bytes]
+    extends: Sequence[bytes]
+    chunks: Sequence[int]
+    contexts: Sequence[ReqContext]
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,8 +373,7 @@ class StorePlan:
 # --- device jobs and step messages -------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class GroupTransfer:
+class GroupTransfer(NamedTuple):
     """Blocks of one group to copy; the three arrays have one entry per block.
 
     ``block_ids[i]`` on the device is block ``offsets[i]`` of the chunk in slot ``slots[i]``.
@@ -369,13 +385,13 @@ class GroupTransfer:
     offsets: Int64Array
 
 
-@dataclass(frozen=True, slots=True)
-class TransferJob:
+class TransferJob(NamedTuple):
     """One asynchronous copy between device and host.
 
-    ``after_compute``: its bytes are computed by the step that carries it, so it is read after that step's
-    forward; False: they are there already. ``doomed``: a load that must be reported as failed even where
-    its copy succeeds, since fewer chunks could be pinned than the engine was promised.
+    ``req_id``: the request whose blocks these are; empty for a store of several requests. ``after_compute``: its bytes
+    are computed by the step that carries it, so it is read after that step's forward; False: they are there already.
+    ``doomed``: a load that must be reported as failed even where its copy succeeds, since fewer chunks could be pinned
+    than the engine was promised.
     """
 
     job_id: int
@@ -386,8 +402,7 @@ class TransferJob:
     doomed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadingConnectorMetadata:
+class OffloadingConnectorMetadata(NamedTuple):
     """The step message from the scheduler half to every rank.
 
     ``jobs_to_flush`` are ids of store jobs, of this message or of earlier ones, whose blocks must have been
@@ -458,7 +473,8 @@ class TierJob:
 
     ``keys`` are packed OffloadKeys; ``slots[i]`` holds, or will hold, the ``payload_bytes`` of ``keys[i]``.
     The slots belong to the tier until it has reported the job (or, where its report said that it still
-    holds them, until it has released it). ``context`` is None for work that outlives requests.
+    holds them, until it has released it). ``contexts`` are the lives whose chunks these are; none for work that
+    outlives requests.
     """
 
     job_id: int
@@ -469,7 +485,7 @@ class TierJob:
     payload_bytes: int
     namespace: Namespace
     salt: bytes = NO_SALT
-    context: ReqContext | None = None
+    contexts: tuple[ReqContext, ...] = ()
 
 
 class Outcome(StrEnum):

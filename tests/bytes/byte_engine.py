@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -141,24 +141,14 @@ class Engine:
 
     def _check_stores(self) -> None:
         """Compare the slots of every store when it is completed, before anybody else may get them."""
-        complete, complete_all = self.manager.complete_store, self.manager.complete_stores
-
-        def check(reservation: Reservation) -> None:
-            if not self.manager._open[reservation.number].outdated:
-                self.device.check_slots(reservation.slots.tolist(), reservation.group, reservation.hashes)
+        complete = self.manager.complete_store
 
         def checked(reservation: Reservation, success: bool, **rest: Any) -> None:
-            if success:
-                check(reservation)
+            if success and not self.manager._open[reservation.number].outdated:
+                self.device.check_slots(reservation.slots.tolist(), reservation.group, reservation.hashes)
             complete(reservation, success, **rest)
 
-        def all_checked(reservations: Sequence[Reservation], **rest: Any) -> None:
-            for reservation in reservations:
-                check(reservation)
-            complete_all(reservations, **rest)
-
         self.manager.complete_store = checked  # type: ignore[method-assign]
-        self.manager.complete_stores = all_checked  # type: ignore[method-assign]
 
     def kill_io(self) -> None:
         """SIGKILL for the I/O process of the files tier, wherever it is."""

@@ -57,21 +57,36 @@ class NaiveTier:
 
     def reserve(self, keys: Sequence[Key], chunks: Sequence[int]) -> bool:
         spared = [c for i in chunks if i and (c := self.find(keys[i - 1]))]
-        if self.slots - len(self.chunks) + self.evictable(spared) < len(chunks):
+        if not self.make_room(len(chunks), spared):
             return False
-        while self.slots - len(self.chunks) < len(chunks):
-            victim = min(self.leaves(spared), key=lambda c: c.used or 0)
-            if victim.parent and victim.parent.used is not None:
-                victim.parent.used = max(victim.parent.used, victim.used or 0)
-            self.chunks.remove(victim)
-            assert victim.key
-            self.evicted.append(victim.key)
         for i in chunks:
             self.chunks.append(Chunk(keys[i], self.find(keys[i - 1]) if i else None, holds=1))
         for i in chunks:
             after = self.find(keys[i + 1]) if i + 1 < len(keys) else None
             if after and after.parent is None:
                 after.parent = self.find(keys[i])
+        return True
+
+    def reserve_each(self, keys: Sequence[Key], extended: Sequence[Key | None]) -> bool:
+        """Single chunks; ``extended[i]``, where there is one, is what ``keys[i]`` extends."""
+        if len(set(keys)) < len(keys) or set(keys) & set(extended) or any(self.find(key) for key in keys):
+            return False
+        parents = [self.find(key) if key else None for key in extended]
+        if not self.make_room(len(keys), [c for c in parents if c]):
+            return False
+        self.chunks += [Chunk(key, parent, holds=1) for key, parent in zip(keys, parents, strict=True)]
+        return True
+
+    def make_room(self, n: int, spared: Sequence[Chunk]) -> bool:
+        if self.slots - len(self.chunks) + self.evictable(spared) < n:
+            return False
+        while self.slots - len(self.chunks) < n:
+            victim = min(self.leaves(spared), key=lambda c: c.used or 0)
+            if victim.parent and victim.parent.used is not None:
+                victim.parent.used = max(victim.parent.used, victim.used or 0)
+            self.chunks.remove(victim)
+            assert victim.key
+            self.evicted.append(victim.key)
         return True
 
     def publish(self, chunks: Sequence[Chunk]) -> None:

@@ -59,6 +59,29 @@ class AgainstTheTwin(RuleBasedStateMachine):
             found = [self.twin.find(keys[i]) for i in chunks]
             self.writes.append((slots, [c for c in found if c], False))
 
+    @rule(data=st.data(), n=st.integers(1, 5), fitting=st.booleans())
+    def reserve_each(self, data: st.DataObject, n: int, fitting: bool) -> None:
+        group = data.draw(st.integers(0, 1))
+        keys: list[tuple[int, bytes]] = []
+        extended: list[tuple[int, bytes] | None] = []
+        for _ in range(n):
+            hashes = conversation(data.draw(st.sampled_from(CONVERSATIONS)))
+            at = data.draw(st.integers(0, len(hashes) - 1))
+            key, before = (group, hashes[at]), (group, hashes[at - 1]) if at else None
+            if fitting and (key in keys or key in extended or before in keys or self.twin.find(key)):
+                continue
+            keys.append(key)
+            extended.append(before)
+        room, arrivals = self.tier.room, self.tier.arrivals
+        taken = self.tier.reserve_each(group, [h for _, h in keys], [e[1] if e else b"" for e in extended])
+        assert (taken is not None) == self.twin.reserve_each(keys, extended)
+        assert self.tier.arrivals == arrivals
+        if taken is None:
+            assert self.tier.room == room
+        elif keys:
+            found = [self.twin.find(key) for key in keys]
+            self.writes.append((np.array(taken, np.int64), [c for c in found if c], False))
+
     @precondition(lambda self: self.writes)
     @rule(data=st.data())
     def publish(self, data: st.DataObject) -> None:
@@ -87,11 +110,40 @@ class AgainstTheTwin(RuleBasedStateMachine):
         if self.twin.evictable() - len(self.twin.chunks) > before:
             assert self.tier.room > room
 
-    @rule(data=st.data(), lease=st.booleans())
-    def hold(self, data: st.DataObject, lease: bool) -> None:
+    @precondition(lambda self: not all(done for *_, done in self.writes))
+    @rule(data=st.data())
+    def publish_and_unhold(self, data: st.DataObject) -> None:
+        """One write or several at once, perhaps of both groups, some of whose slots may be retired by now."""
+        ended = []
+        for _ in range(data.draw(st.integers(1, 3))):
+            open_ones = [i for i, (*_, done) in enumerate(self.writes) if not done]
+            if open_ones:
+                ended.append(self.writes.pop(data.draw(st.sampled_from(open_ones))))
+        slots = np.concatenate([slots for slots, *_ in ended])
+        chunks = [chunk for _, chunks, _ in ended for chunk in chunks]
+        room, before = self.tier.room, self.twin.evictable() - len(self.twin.chunks)
+        arrivals = self.tier.arrivals
+        self.tier.publish_and_unhold(slots)
+        assert self.tier.arrivals - arrivals == sum(c.key is not None for c in chunks)
+        for group in range(2):
+            self.twin.publish([c for c in chunks if c.key and c.key[0] == group])
+        for chunk in chunks:
+            chunk.holds -= 1
+        self.twin.sweep()
+        if self.twin.evictable() - len(self.twin.chunks) > before:
+            assert self.tier.room > room
+
+    @rule(data=st.data(), lease=st.booleans(), coming=st.booleans())
+    def hold(self, data: st.DataObject, lease: bool, coming: bool) -> None:
+        """What is readable of a run from its start, or all of it that is there or coming."""
         run, keys = self.run_of(data)
-        slots = self.tier.ready_slots(run)
-        chunks = [c for k in keys[run.start : run.start + len(slots)] if (c := self.twin.find(k))]
+        if coming:
+            slots = self.tier.slots_of(run)
+            slots = slots[slots >= 0]
+            chunks = [c for k in keys[run.start : run.stop] if (c := self.twin.find(k))]
+        else:
+            slots = self.tier.ready_slots(run)
+            chunks = [c for k in keys[run.start : run.start + len(slots)] if (c := self.twin.find(k))]
         (self.tier.lease if lease else self.tier.hold)(slots)
         (self.leases if lease else self.holds).append((slots, chunks))
         for chunk in chunks:
@@ -187,6 +239,8 @@ def test_the_twin_passes_worth_up() -> None:
         twin.publish(chunks)
         for chunk in chunks:
             chunk.holds = 0
-    assert twin.reserve([(0, b"x")], [0])
+    assert not twin.reserve_each([(0, b"x"), (0, b"x")], [None, None])
+    assert not twin.reserve_each([(0, b"x"), (0, b"y")], [None, (0, b"x")])
+    assert twin.reserve_each([(0, b"x")], [None])
     assert twin.evicted == [(0, b"o1")]
     assert np.array_equal(twin.states(new), b"\2\2\2")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -420,3 +422,186 @@ def test_check_finds_damage(damage) -> None:  # type: ignore[no-untyped-def]
     damage(tier)
     with pytest.raises(InvariantError):
         tier.check()
+
+
+# --- single chunks, a few at once -----------------------------------------------------------------------------
+
+
+def reserve_each(tier: HostTier, keys: list[bytes], extended: list[bytes] | None = None, group: int = 0) -> Int64Array:
+    taken = tier.reserve_each(group, keys, extended or [b""] * len(keys))
+    assert taken is not None
+    return np.array(taken, np.int64)
+
+
+def store_each(tier: HostTier, keys: list[bytes], extended: list[bytes] | None = None, group: int = 0) -> Int64Array:
+    slots = reserve_each(tier, keys, extended, group)
+    tier.publish_and_unhold(slots)
+    tier.check({}, {})
+    return slots
+
+
+def books(tier: HostTier) -> tuple[object, ...]:
+    """All that a call could change, but for which slot is free."""
+    changing = tier.room, tier.arrivals, tier.evictions, tier.leased, tier.being_read
+    return tier.counts(), tier.coming(tier.slots), *changing
+
+
+REFUSED = {
+    "twice": ([b"x", b"y", b"x"], [b"", b"", b""]),
+    "readable": ([b"x", b"r1"], [b"", b"r0"]),
+    "being written": ([b"w0", b"x"], [b"", b""]),
+    "extends another": ([b"x", b"y"], [b"", b"x"]),
+    "extended by another": ([b"y", b"x"], [b"x", b""]),
+    "extends itself": ([b"x"], [b"x"]),
+    "more than all": ([b"%d" % i for i in range(7)], [b""] * 7),
+    "more than may leave": ([b"p", b"q", b"x", b"y"], [b""] * 4),
+    "only what they extend may leave": ([b"x", b"y"], [b"r1", b""]),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_single_chunks_that_will_not_do_are_refused_and_nothing_has_changed(why: str) -> None:
+    tier, (keys, extended) = HostTier(6), REFUSED[why]
+    written = reserve(tier, run_of("w", 3))
+    store(tier, run_of("r", 2))
+    before = books(tier)
+    assert tier.reserve_each(0, keys, extended) is None
+    assert books(tier) == before
+    tier.check(dict.fromkeys(written.tolist(), 1), {})
+
+
+def test_single_chunks_get_what_a_reservation_gives() -> None:
+    tier = HostTier(6)
+    slots = reserve_each(tier, [b"x", b"y", b"z"])
+    assert tier.states(KeyRun(0, [b"x", b"y", b"z"], 0, 3)) == b"\1\1\1"
+    assert tier.slots_of(KeyRun(0, [b"x", b"y", b"z"], 0, 3)).tolist() == slots.tolist()
+    assert tier.holds_of(slots).tolist() == [1, 1, 1]
+    assert tier.free == 3
+    tier.check(dict.fromkeys(slots.tolist(), 1), {})
+    tier.abandon(slots[:1])
+    tier.unhold(slots[:1])
+    tier.publish_and_unhold(slots[1:])
+    assert tier.states(KeyRun(0, [b"x", b"y", b"z"], 0, 3)) == b"\0\2\2"
+    tier.check({}, {})
+
+
+def test_no_chunk_takes_no_slot() -> None:
+    tier = HostTier(4)
+    assert tier.reserve_each(0, [], []) == []
+    tier.publish_and_unhold(np.empty(0, np.int64))
+    assert tier.counts()[SlotState.FREE] == tier.free == 4
+    tier.check({}, {})
+    full = store_each(tier, [b"w", b"x", b"y", b"z"])
+    tier.hold(full)
+    assert tier.reserve_each(0, [], []) == []
+    tier.check(dict.fromkeys(full.tolist(), 1), {})
+
+
+def test_single_chunks_of_another_group_are_other_chunks() -> None:
+    tier = HostTier(6)
+    store_each(tier, [b"x", b"y"])
+    store_each(tier, [b"y", b"z"], [b"x", b"x"], group=1)  # what they extend is not there in this group
+    assert [tier.states(KeyRun(group, [b"x", b"y", b"z"], 0, 3)) for group in (0, 1)] == [b"\2\2\0", b"\0\2\2"]
+    tier.discard(1, [b"y"])
+    assert tier.states(KeyRun(0, [b"x", b"y"], 0, 2)) == b"\2\2"
+    tier.check({}, {})
+
+
+@pytest.mark.parametrize("ready", [True, False], ids=["readable", "being written"])
+def test_single_chunks_keep_what_they_extend(ready: bool) -> None:
+    """Two of them the same chunk, of which one comes to nothing."""
+    tier = HostTier(5)
+    parents = reserve_each(tier, [b"p", b"q"])
+    if ready:
+        tier.publish_and_unhold(parents)
+    children = reserve_each(tier, [b"p1", b"p2", b"q1"], [b"p", b"p", b"q"])
+    if not ready:
+        tier.publish_and_unhold(parents)
+    tier.check(dict.fromkeys(children.tolist(), 1), {})
+    assert not tier.room_for(1)
+    tier.publish_and_unhold(children[:1])
+    tier.abandon(children[1:2])
+    tier.unhold(children[1:2])
+    tier.publish_and_unhold(children[2:])
+    tier.check({}, {})
+    gone = []
+    for i in range(6):
+        store_each(tier, [b"new%d" % i])
+        gone += [key for _, key in tier.take_evicted()]
+    assert sorted(gone[:4]) == [b"p", b"p1", b"q", b"q1"]
+    assert gone.index(b"p1") < gone.index(b"p")
+    assert gone.index(b"q1") < gone.index(b"q")
+
+
+def test_what_single_chunks_extend_is_not_evicted_for_any_of_them() -> None:
+    tier = HostTier(4)
+    for name in (b"p", b"q", b"new", b"newer"):
+        store_each(tier, [name])
+    children = reserve_each(tier, [b"p1", b"q1"], [b"p", b"q"])
+    assert sorted(tier.take_evicted()) == [(0, b"new"), (0, b"newer")]
+    tier.check(dict.fromkeys(children.tolist(), 1), {})
+
+
+def test_a_single_chunk_whose_beginning_comes_later_is_its_child_then() -> None:
+    tier, run = HostTier(2), run_of("a", 2)
+    store_each(tier, [b"a1"], [b"a0"])
+    store(tier, run.part(0, 1))
+    tier.touch(run.part(1, 2))
+    store_each(tier, [b"x"])
+    assert tier.take_evicted() == [(0, b"a1")]
+
+
+def hold_and_abandon(tier: HostTier, slots: Int64Array) -> None:
+    tier.hold(slots)
+    tier.abandon(slots)
+
+
+TROUBLES: dict[str, Callable[[HostTier, Int64Array], None]] = {
+    "none": lambda tier, slots: None,
+    "some are read as well": lambda tier, slots: tier.hold(slots[::3]),
+    "some are waited for": lambda tier, slots: tier.lease(slots[::3]),
+    "some are retired": lambda tier, slots: tier.abandon(slots[::3]),
+    "some are retired and read": lambda tier, slots: hold_and_abandon(tier, slots[::3]),
+    "all are retired": lambda tier, slots: tier.clear(),
+    "some are extended": lambda tier, slots: tier.publish_and_unhold(reserve_each(tier, [b"child"], [b"x0"])),
+}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 64, 65, 200])
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_the_end_of_a_write_in_one_call_is_that_in_two(trouble: str, count: int, groups: int) -> None:
+    ends: list[tuple[object, ...]] = []
+    for at_once in (True, False):
+        tier = HostTier(700)
+        keys = [[b"%c%d" % (name, i) for i in range(count)] for name in b"px"]
+        store_each(tier, keys[0])
+        slots = np.concatenate([reserve_each(tier, keys[1], keys[0], group) for group in range(groups)])
+        TROUBLES[trouble](tier, slots)
+        room, arrivals = tier.room, tier.arrivals
+        if at_once:
+            tier.publish_and_unhold(slots)
+        else:
+            tier.publish(slots)
+            tier.unhold(slots)
+        tier.check()
+        states = [tier.states(KeyRun(group, keys[1], 0, count)) for group in range(2)]
+        holds = tier.holds_of(slots).tolist()
+        more_room = tier.room > room
+        ends.append((states, holds, more_room, tier.arrivals - arrivals, tier.counts(), tier.coming(700), tier.leased))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("verb", ["publish", "publish_and_unhold"])
+def test_the_end_of_a_write_is_refused_for_slots_that_are_not_written_or_named_twice(verb: str) -> None:
+    tier = HostTier(8)
+    readable, written = store_each(tier, [b"x"]), reserve_each(tier, [b"y", b"z"])
+    before = books(tier)
+    for wrong in ([*written, written[0]], [*written, readable[0]], [*written, 7], [*written, -1]):
+        with pytest.raises(InvariantError):
+            getattr(tier, verb)(np.array(wrong))
+        assert books(tier) == before
+        tier.check(dict.fromkeys(written.tolist(), 1), {})
+    tier.publish(written)
+    tier.unhold(written)
+    tier.check({}, {})

@@ -18,7 +18,8 @@ STORE_TESTS = "tests/scheduler/test_stores.py::"
 LOAD_TESTS = "tests/scheduler/test_loads.py::"
 COST_TESTS = "tests/scheduler/test_cost.py::"
 LOOKUP_SCENARIOS = "tests/scenarios/test_tier_lookups.py::"
-BULK_TESTS = "tests/tiering/test_bulk_stores.py::"
+JOINT_TESTS = "tests/tiering/test_joint_stores.py::"
+HOST_TIER = "orlop/host/tier.py"
 WRITE_BACK = "orlop/tiering/write_back.py"
 WRITE_BACK_SCENARIOS = "tests/scenarios/test_write_back.py::"
 CAPACITY_SCENARIOS = "tests/scenarios/test_capacity.py::"
@@ -105,7 +106,7 @@ BREAKS = (
         "an aborted load's pins are kept",
         SCHEDULER,
         "            self.manager.complete_load(reservation, now=now)\n",
-        "            if job.life is None or not job.life.finished:\n"
+        "            if not (job.lives and job.lives[0].finished):\n"
         "                self.manager.complete_load(reservation, now=now)\n",
         CONTRACT + "test_abort_loading_requests",
     ),
@@ -155,9 +156,8 @@ BREAKS = (
     Break(
         "no fence is raised when a request ends",
         SCHEDULER,
-        "            if job.kind is TransferKind.STORE:\n                self._fences.raise_for(job, job.block_ids)\n"
-        "        if self._planner",
-        "            pass\n        if self._planner",
+        "self._fences.raise_for(job, job.blocks_of(state))",
+        "pass",
         CONTRACT + "test_request_finished_with_pending_stores_populates_fence",
     ),
     Break(
@@ -172,7 +172,7 @@ BREAKS = (
     Break(
         "the last chunk is read after the step",
         SCHEDULER,
-        "after_compute=not state.finished",
+        "after_compute=not finished",
         "after_compute=True",
         CONTRACT + "test_last_chunk_block_reallocated_in_the_next_step",
     ),
@@ -193,8 +193,8 @@ BREAKS = (
     Break(
         "a live request's store may be read before the step",
         SCHEDULER,
-        "after_compute=not state.finished",
-        "after_compute=state.tokens_before_step == 0",
+        "after_compute=not finished",
+        "after_compute=lives[0].tokens_before_step == 0",
         STORE_TESTS + "test_a_block_shared_in_the_step_that_computes_it_is_stored_after_that_step",
     ),
     Break(
@@ -207,15 +207,15 @@ BREAKS = (
     Break(
         "window stores have no fence before the request ends",
         SCHEDULER,
-        "if state.finished or self.geometry.groups[transfer.group].sliding_window is not None:",
-        "if state.finished:",
+        "if finished or self.geometry.groups[transfer.group].sliding_window is not None:",
+        "if finished:",
         STORE_TESTS + "test_a_window_block_is_read_before_its_position_is_recycled",
     ),
     Break(
         "chunks behind the window are stored",
         STORES,
-        "            if spec.sliding_window is not None and group.cursor < storable:\n",
-        "            if False:\n",
+        "        if window is not None:\n",
+        "        if False:\n",
         STORE_TESTS + "test_recycled_positions_and_null_blocks_are_never_stored",
     ),
     Break(
@@ -236,7 +236,7 @@ BREAKS = (
         "declined chunks are taken for stored",
         STORES,
         "group.cursor = plan.settled",
-        "group.cursor = offer.run.stop",
+        "group.cursor = stop",
         STORE_TESTS + "test_declined_chunks_are_offered_again_and_leave_no_hole",
     ),
     Break(
@@ -249,8 +249,8 @@ BREAKS = (
     Break(
         "declined chunks are offered in every step",
         STORES,
-        "again = [s for s in filled if (budget <= 0 and self.is_behind(s)) or self.lacks_keys(s)]",
-        "again = [s for s in filled if self.is_behind(s) or self.lacks_keys(s)]",
+        "((budget <= 0 and self.is_behind(s)) or self.lacks_keys(s))",
+        "(self.is_behind(s) or self.lacks_keys(s))",
         COST_TESTS + "test_declined_chunks_cost_one_offer_per_block_while_there_is_no_room",
     ),
     Break(
@@ -285,7 +285,7 @@ BREAKS = (
     Break(
         "a failed load is tried again",
         SCHEDULER,
-        "job.life.load_failed = True",
+        "state.load_failed = True",
         "pass",
         LOAD_TESTS + "test_a_failed_load_is_computed_and_not_tried_again",
     ),
@@ -396,17 +396,74 @@ BREAKS = (
     ),
     Break(
         "two requests that fill the same chunk in one step both write it",
-        MANAGER,
-        "known = key in keys or (run.start > 0 and run.hashes[run.start - 1] in keys)",
-        "known = False",
-        BULK_TESTS + "test_many_offers_at_once_are_answered_as_one_by_one",
+        HOST_TIER,
+        "        if len(new) < len(keys) or not (\n",
+        "        if not (\n",
+        JOINT_TESTS + "test_what_is_refused_changes_nothing_and_one_by_one_goes_on",
     ),
     Break(
-        "stores that end together tell those who wait for them nothing",
+        "a chunk that is there is written once more where it is offered with others",
+        HOST_TIER,
+        " and ready.keys().isdisjoint(new) and ",
+        " and ",
+        JOINT_TESTS + "test_what_is_refused_changes_nothing_and_one_by_one_goes_on",
+    ),
+    Break(
+        "a chunk that is being written is written once more where it is offered with others",
+        HOST_TIER,
+        " and reserved.keys().isdisjoint(new)\n",
+        "\n",
+        JOINT_TESTS + "test_what_is_refused_changes_nothing_and_one_by_one_goes_on",
+    ),
+    Break(
+        "a chunk is stored with the one that it extends and not linked to it",
+        HOST_TIER,
+        "            new.isdisjoint(extended) and ",
+        "            ",
+        JOINT_TESTS + "test_what_is_refused_changes_nothing_and_one_by_one_goes_on",
+    ),
+    Break(
+        "what is wanted at its second offer only is stored at the first with others",
         MANAGER,
-        "            self._wake_waiters(one.writer if one else None)\n",
-        "            pass\n",
-        BULK_TESTS + "test_who_waits_for_one_of_many_stores_hears_of_it",
+        "        if self.options.store_after > 1:\n            return None\n",
+        "",
+        JOINT_TESTS + "test_what_is_wanted_at_its_second_offer_only_is_not_offered_together",
+    ),
+    Break(
+        "chunks that are stored together push out what they extend",
+        HOST_TIER,
+        "        if not self._make_room(len(keys), [p for p in parents if p >= 0]):\n            return None\n",
+        "        if not self._make_room(len(keys), []):\n            return None\n"
+        "        self._books.keep([p for p in parents if p >= 0])\n",
+        JOINT_TESTS + "test_what_the_offered_chunks_extend_does_not_leave_for_them",
+    ),
+    Break(
+        "what several requests store together goes below under the salt of the first",
+        MANAGER,
+        "            for salt, where in _by_salt(contexts, chosen):\n",
+        "            for salt, where in [(contexts[0].salt, chosen)] if chosen else ():\n",
+        JOINT_TESTS + "test_each_salt_travels_in_a_job_of_its_own_with_the_lives_it_belongs_to",
+    ),
+    Break(
+        "what a tier takes of a store of several requests is said to be everybody's",
+        MANAGER,
+        "theirs = contexts if everything or len(contexts) == 1 else tuple(contexts[i] for i in where)",
+        "theirs = contexts",
+        JOINT_TESTS + "test_lives_of_one_salt_share_a_job_and_each_is_named_beside_its_chunk",
+    ),
+    Break(
+        "stores that end tell those who wait for them nothing",
+        MANAGER,
+        "        self._wake_waiters(writer)\n",
+        "        pass\n",
+        JOINT_TESTS + "test_who_waits_for_one_of_them_hears_of_its_end",
+    ),
+    Break(
+        "a slot that is stored into still counts as brought up by a tier",
+        MANAGER,
+        "            self._brought_by[slots] = 0\n            self._touched_at[slots] = now\n",
+        "            self._touched_at[slots] = now\n",
+        JOINT_TESTS + "test_what_a_tier_brought_up_is_not_credited_to_it_once_the_slot_holds_another_chunk",
     ),
     Break(
         "what could not be written on eviction counts as written",

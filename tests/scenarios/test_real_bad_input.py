@@ -21,7 +21,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +172,8 @@ def test_replicas_share_what_nobody_set_and_each_has_what_somebody_did(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: dict[str, int], slots: int
 ) -> None:
     monkeypatch.setattr("orlop.connector.free_bytes", lambda: 2 * 60 * 4096)
-    worker, how = partial(OffloadingConnector.worker, replicas=4), {"settings": {"host": host}, "tiers": False}
-    with Engine(tmp_path, "one-of-four", FULL, 1, spec={"device_cache_bytes": 10**9}, worker=worker, **how) as engine:
+    says = {"device_cache_bytes": 10**9, "replicas": 4}
+    with Engine(tmp_path, "one-of-four", FULL, 1, tiers=False, settings={"host": host}, spec=says) as engine:
         assert engine.connector._region is not None
         assert engine.connector._region.layout.slots == slots
 

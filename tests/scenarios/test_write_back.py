@@ -225,7 +225,7 @@ def test_work_on_eviction_is_nobodys_and_counts_as_pending() -> None:
         rig.runner.add(filler(i))
         for _ in range(6):
             rig.runner.step()
-    assert all(job.context is None for job in tier.jobs.values())
+    assert all(not job.contexts for job in tier.jobs.values())
     assert tier.jobs
     assert manager.has_pending_work()
     tier.auto = True

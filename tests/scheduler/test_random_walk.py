@@ -58,6 +58,8 @@ def make_settings(dice: random.Random, geometry: Geometry, seed: int) -> dict[st
             "offload_decode": dice.random() < 0.8,
             "store_deadline_s": dice.choice([0.05, 2.0]),
             "max_chunks_per_step": dice.choice([1, 3, 2048]),
+            "max_joint_chunks": dice.choice([1, 2, 16]),
+            "gather_steps": dice.choice([1, 3, 8]),
         },
     }
 

@@ -220,7 +220,7 @@ def test_nothing_up_to_a_placeholder_in_a_window_is_stored(table: list[int], sto
     manager = DictManager()
     manager.on_new_request(state.context)
     planned, _ = StorePlanner(geometry, manager, True).plan([state], 99, 0.0)
-    assert [b for stores in planned.values() for s in stores for b in s.transfer.block_ids.tolist()] == stored
+    assert [b for _, stores in planned for s in stores for b in s.transfer.block_ids.tolist()] == stored
     assert state.groups[0].cursor == 5
 
 

@@ -394,13 +394,14 @@ class WatchedTier(SecondaryTierManager):
         self.runner.submit_load(job, now=now)
 
     def _submit(self, job: TierJob) -> None:
-        self._live(f"submit {job.kind}", job.context)
+        for context in job.contexts or (None,):
+            self._live(f"submit {job.kind}", context)
         assert job.job_id not in self._resets_of, f"job {job.job_id} is submitted twice"
         self.memory.claim((self.name, job.job_id), job.slots.tolist(), write=job.kind is TransferKind.LOAD)
         self.jobs[job.job_id] = job
         self._resets_of[job.job_id] = self.resets
         self.counts[f"submit {job.kind}"] += 1
-        self.counts["chunks submitted before they leave"] += len(job.keys) if job.context is None else 0
+        self.counts["chunks submitted before they leave"] += len(job.keys) if not job.contexts else 0
 
     def get_finished_jobs(self) -> Sequence[TierResult]:
         results = self.runner.get_finished_jobs()
@@ -502,6 +503,8 @@ class Setup:
     max_chunks_per_step: int = 2048
     max_promotions_per_step: int = 2048
     look_ahead: int = 0
+    max_joint_chunks: int = 16
+    gather_steps: int = 1
     store_deadline_s: float = 2.0
     lookup_s: float = 0.2
     promotion_s: float = 1.0
@@ -612,6 +615,8 @@ def make(setup: Setup) -> Rig:
             lookup_wait_s=setup.lookup_s,
             promotion_wait_s=setup.promotion_s,
             max_chunks_per_step=setup.max_chunks_per_step,
+            max_joint_chunks=setup.max_joint_chunks,
+            gather_steps=setup.gather_steps,
             look_ahead=setup.look_ahead,
         ),
     )

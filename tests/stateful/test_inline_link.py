@@ -54,7 +54,7 @@ class Bench:
 
     def submit(self, job_id: int, kind: TransferKind, slot: int, key: bytes = b"k") -> None:
         slots = np.array([slot], dtype=np.int64)
-        job = TierJob(job_id, kind, 0, (pack_key(key, 0),), slots, PAYLOAD_BYTES, NAMESPACE, NO_SALT, CONTEXT)
+        job = TierJob(job_id, kind, 0, (pack_key(key, 0),), slots, PAYLOAD_BYTES, NAMESPACE, NO_SALT, (CONTEXT,))
         submit = self.runner.submit_store if kind is TransferKind.STORE else self.runner.submit_load
         submit(job, now=self.clock.now)
 

@@ -73,6 +73,8 @@ setups = st.builds(
     max_chunks_per_step=st.sampled_from([2048, 3, 1]),
     max_promotions_per_step=st.sampled_from([2048, 2]),
     look_ahead=st.sampled_from([8, 1, 0]),
+    max_joint_chunks=st.sampled_from([16, 2, 1]),
+    gather_steps=st.sampled_from([1, 3, 8]),
     store_deadline_s=st.sampled_from([2.0, 0.1]),
     lookup_s=st.sampled_from([0.2, 0.03]),
     promotion_s=st.sampled_from([1.0, 0.1]),
@@ -464,11 +466,13 @@ class Walk(RuleBasedStateMachine):
             return
         TALLY["seen usable afterwards"] += 1
         self.engine.step_s = 0.02
-        for _ in range(2):
+        loaded = 0
+        for _ in range(4):  # a policy that keeps what was of use may let the first of it go for the rest of it, once
             self.engine.pool.reset()
             request = self.engine.add(range(100, 125), 2)
             self._run_until_idle()
-        assert request.was_external > 0, "nothing is stored or loaded any more"
+            loaded += request.was_external
+        assert loaded > 0, "nothing is stored or loaded any more"
 
     def _check_flushed(self) -> None:
         """The last thing: tiers that are written on eviction get what they lack, and nothing is left to write."""

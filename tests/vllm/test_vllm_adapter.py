@@ -357,6 +357,9 @@ def test_of_experts_replicas_vllm_tells_how_many_are_on_this_host() -> None:
 
     assert replicas_here(ParallelConfig(data_parallel_size=8, data_parallel_size_local=2)) == 2
     assert replicas_here(ParallelConfig(data_parallel_size=8, data_parallel_size_local=1)) == 1
+    # Each started by itself, with a rank of its own: vLLM says 1, however many are here.
+    alone = ParallelConfig(data_parallel_size=8, data_parallel_size_local=1, data_parallel_external_lb=True)
+    assert replicas_here(alone) == 8
 
 
 def test_another_device_than_a_cpu_is_refused(make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from vllm_watch import WatchedManager, make_manager
 
 WALKS = {
     "full-sync": (Plan(EngineSizes()), 1),
+    "full-sync-gathered": (Plan(EngineSizes(), gather_steps=8), 5),
     "full-async-chunks-of-2": (Plan(EngineSizes(asynchronous=True), outputs_late=1, blocks_per_chunk=2), 2),
     "window-sync-2-ranks-resumed-as-new": (Plan(EngineSizes(windowed=True, resumed_as_new=True), ranks=2), 3),
     "window-async-2-late": (Plan(EngineSizes(blocks=80, windowed=True, asynchronous=True), outputs_late=2), 4),

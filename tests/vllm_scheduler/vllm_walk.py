@@ -41,6 +41,7 @@ class Plan:
     soft_reset: float = 0.004
     hard_reset: float = 0.01
     longest_step_s: float = 1.0
+    gather_steps: int = 1
 
 
 @dataclass
@@ -72,7 +73,9 @@ class Walk:
         self.manager = manager
         manager.watch(self.worker)
         self.half = OffloadingConnectorScheduler(
-            plan.sizes.geometry(plan.blocks_per_chunk), manager, SchedulerOptions(ranks=plan.ranks)
+            plan.sizes.geometry(plan.blocks_per_chunk),
+            manager,
+            SchedulerOptions(ranks=plan.ranks, gather_steps=plan.gather_steps),
         )
         joined = Joined(self.half, lambda: self.now, lambda: self.rng.randbytes(16))
         self.scheduler = build_scheduler(plan.sizes, joined, folder)

@@ -7,11 +7,9 @@ Never: another answer than the manager's own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from vllm_mock_worker import MockWorker
 
-from orlop.core import FIRST_GENERATION, KeyRun, Namespace, PrefixAnswer, ReqContext, Reservation, StorePlan
+from orlop.core import FIRST_GENERATION, JointOffer, KeyRun, Namespace, PrefixAnswer, ReqContext, Reservation, StorePlan
 from orlop.host.tier import HostTier
 from orlop.tiering.manager import TieringManager, TieringOptions
 
@@ -63,20 +61,19 @@ class WatchedManager(TieringManager):
     def prepare_store(self, run: KeyRun, context: ReqContext, *, now: float) -> StorePlan:
         self._must_live(context)
         plan = super().prepare_store(run, context, now=now)
-        self._watch(plan, run)
+        self._watch(plan.reservation)
         return plan
 
-    def prepare_stores(self, offers: Sequence[tuple[KeyRun, ReqContext]], *, now: float) -> list[StorePlan]:
-        for _, context in offers:
+    def prepare_joint_store(self, offer: JointOffer, *, now: float) -> Reservation | None:
+        for context in offer.contexts:
             self._must_live(context)
-        plans = super().prepare_stores(offers, now=now)
-        for plan, (run, _) in zip(plans, offers, strict=True):
-            self._watch(plan, run)
-        return plans
+        reservation = super().prepare_joint_store(offer, now=now)
+        self._watch(reservation)
+        return reservation
 
-    def _watch(self, plan: StorePlan, run: KeyRun) -> None:
-        if plan.reservation is not None:
+    def _watch(self, reservation: Reservation | None) -> None:
+        if reservation is not None:
             in_use = self.worker.slots_in_use()
-            for slot, block_hash in zip(plan.reservation.slots.tolist(), plan.reservation.hashes, strict=True):
+            for slot, block_hash in zip(reservation.slots.tolist(), reservation.hashes, strict=True):
                 assert slot not in in_use, f"slot {slot} is reserved while job {in_use[slot].job_id} may touch it"
-                self.worker.slot_key[slot] = (run.group, block_hash)
+                self.worker.slot_key[slot] = (reservation.group, block_hash)

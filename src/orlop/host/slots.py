@@ -24,7 +24,7 @@ so links to nothing need no mask and a hold of nothing is refused.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -70,8 +70,10 @@ class Slots:
             raise ValueError(f"found {usable} usable of {slots} slots, expected at least one, and from 0 to all usable")
         self.slots = slots
         self.usable = usable
-        self.state = np.full(slots + 1, FREE, np.uint8)
-        self.holds = np.zeros(slots + 1, np.int32)
+        self.state_of = bytearray(slots + 1)
+        self.state = np.frombuffer(self.state_of, np.uint8)
+        self.holds_of = array("i", bytes(4 * (slots + 1)))
+        self.holds = np.frombuffer(self.holds_of, np.intc)
         self.leases = np.zeros(slots + 1, np.int32)
         self.parent_of = array("q", [-1]) * (slots + 1)
         self.parent = np.frombuffer(self.parent_of, np.int64)
@@ -234,8 +236,9 @@ class Slots:
 
     def take(self, n: int) -> list[int]:
         """``n`` free slots, to be reserved at once."""
-        taken = self.free[-n:][::-1]
-        del self.free[-n:]
+        left = len(self.free) - n
+        taken = self.free[left:][::-1]
+        del self.free[left:]
         return taken
 
     def reserve(self, slots: Int64Array, parents: Int64Array) -> None:
@@ -250,6 +253,22 @@ class Slots:
         self.reasons[slots] = 2
         self.reasons[slots[:-1]] += parents[1:] == slots[:-1]
 
+    def reserve_each(self, parents: Sequence[int]) -> list[int]:
+        """``take`` and ``reserve`` for chunks that have nothing to do with each other: a slot for each parent (or -1).
+
+        One by one, because they are few: a call of numpy costs as much as some ten of them.
+        """
+        taken = self.take(len(parents))
+        state_of, holds_of, parent_of, reasons_of = self.state_of, self.holds_of, self.parent_of, self.reasons_of
+        for slot, parent in zip(taken, parents, strict=True):
+            state_of[slot] = RESERVED
+            holds_of[slot] = 1
+            parent_of[slot] = parent
+            reasons_of[slot] = 2
+        self.held += len(taken)
+        self.reserved += len(taken)
+        return taken
+
     def adopt(self, child: int, parent: int) -> None:
         """``child``, which had no parent, extends ``parent``, which is RESERVED."""
         self.parent_of[child] = parent
@@ -257,10 +276,33 @@ class Slots:
 
     def publish(self, slots: Int64Array) -> Change:
         """RESERVED to READY. Usually the writer still holds them, and nothing opens up."""
+        self._require_distinct(slots)
         self.state[slots] = READY
         self.reserved -= len(slots)
         self.ready += len(slots)
         return self._one_reason_less(slots, len(slots) - int(np.count_nonzero(self.holds[slots])))
+
+    def publish_and_unhold(self, slots: Sequence[int]) -> Change | None:
+        """``publish`` and ``unhold`` in one, for few slots, all of them RESERVED and held; None where they are not."""
+        state_of, holds_of, reasons_of = self.state_of, self.holds_of, self.reasons_of
+        for slot in slots:
+            if state_of[slot] != RESERVED or not holds_of[slot]:
+                return None
+        if len(set(slots)) < len(slots):
+            return None
+        joined, ended = [], 0
+        for slot in slots:
+            state_of[slot] = READY
+            holds_of[slot] -= 1
+            ended += not holds_of[slot]
+            reasons_of[slot] -= 2
+            if not reasons_of[slot]:
+                joined.append(slot)
+        self.reserved -= len(slots)
+        self.ready += len(slots)
+        self.held -= ended
+        self.candidates += len(joined)
+        return Change(joined, ended)
 
     def vacate(self, slots: Int64Array, joined: int) -> None:
         """READY to FREE: candidates that were chosen to leave.

@@ -10,6 +10,7 @@ slot, and a policy chooses among those that may leave.
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
@@ -26,6 +27,8 @@ __all__ = ["HostTier", "SlotState"]
 
 FIRST_BATCH, LAST_BATCH, GROWTH = 16, 4096, 4
 EVICTED_KEPT = 65536
+FEW = 64
+"""Up to so many slots, one by one is about as fast as in bulk or faster."""
 
 Table = dict[bytes, int]
 
@@ -49,7 +52,8 @@ class HostTier:
         self._reserved: defaultdict[int, Table] = defaultdict(dict)
         self._key = [b""] * slots
         """What a RESERVED or READY slot holds; of other slots what they held last."""
-        self._group = np.zeros(slots, np.int32)
+        self._group_of = array("i", bytes(4 * slots))
+        self._group = np.frombuffer(self._group_of, np.intc)
         self._evicted: deque[tuple[int, list[bytes]]] = deque()
         self._evicted_kept = 0
         self.evictions = 0
@@ -187,24 +191,43 @@ class HostTier:
         if not len(chunks):
             return np.empty(0, np.int64)
         pieces = [run.part(start, stop) for start, stop in _pieces(chunks)]
-        return self.reserve_all(pieces)
-
-    def reserve_all(self, runs: Sequence[KeyRun]) -> Int64Array | None:
-        """As ``reserve``, for all chunks of several runs of one group, one after the other; none may extend another."""
-        group = runs[0].group
-        keys = runs[0].keys() if len(runs) == 1 else list(chain.from_iterable(map(KeyRun.keys, runs)))
-        self._require_absent(group, keys)
-        outer = [self._resident(group, run.hashes[run.start - 1]) if run.start else -1 for run in runs]
+        keys = pieces[0].keys() if len(pieces) == 1 else list(chain.from_iterable(map(KeyRun.keys, pieces)))
+        self._require_absent(run.group, keys)
+        outer = [self._resident(run.group, run.hashes[p.start - 1]) if p.start else -1 for p in pieces]
         if not self._make_room(len(keys), [p for p in outer if p >= 0]):
             return None
         taken = self._books.take(len(keys))
         slots = np.array(taken, np.int64)
-        self._books.reserve(slots, _parents(slots, runs, outer))
-        self._group[slots] = group
-        self._reserved[group].update(zip(keys, taken, strict=True))
-        _exhaust(map(self._key.__setitem__, taken, keys))
-        self._adopt(runs)
+        self._books.reserve(slots, _parents(slots, pieces, outer))
+        self._group[slots] = run.group
+        self._note_reserved(run.group, taken, keys)
+        self._adopt(pieces)
         return slots
+
+    def reserve_each(self, group: int, keys: Sequence[bytes], extended: Sequence[bytes]) -> list[int] | None:
+        """As ``reserve``, for single chunks of one group: ``keys[i]`` extends ``extended[i]``, or nothing if empty.
+
+        None also where this would not do: a key is there already or stands twice among them, or extends another.
+        """
+        ready, reserved = self._ready[group], self._reserved[group]
+        new = set(keys)
+        if len(new) < len(keys) or not (
+            new.isdisjoint(extended) and ready.keys().isdisjoint(new) and reserved.keys().isdisjoint(new)
+        ):
+            return None
+        parents = list(map(ready.get, extended, repeat(-1)))
+        if reserved and -1 in parents:
+            parents = [reserved.get(key, -1) if p < 0 else p for key, p in zip(extended, parents, strict=True)]
+        if not self._make_room(len(keys), [p for p in parents if p >= 0]):
+            return None
+        taken = self._books.reserve_each(parents)
+        _exhaust(map(self._group_of.__setitem__, taken, repeat(group)))
+        self._note_reserved(group, taken, keys)
+        return taken
+
+    def _note_reserved(self, group: int, slots: list[int], keys: Sequence[bytes]) -> None:
+        self._reserved[group].update(zip(keys, slots, strict=True))
+        _exhaust(map(self._key.__setitem__, slots, keys))
 
     def publish(self, slots: Int64Array) -> None:
         """RESERVED to READY: readable from now on. Holds stay. Slots that were RETIRED meanwhile stay so."""
@@ -213,13 +236,27 @@ class HostTier:
             return
         change = self._books.publish(slots)
         for group, part in self._by_group(slots):
-            numbers = part.tolist()
-            keys = self._keys_of(numbers)
-            _remove(self._reserved[group], keys)
-            self._ready[group].update(zip(keys, numbers, strict=True))
-            self._policy.insert(group, keys, part)
-        self.arrivals += len(slots)
+            self._note_ready(group, part.tolist(), part)
         self._changed(change)
+
+    def publish_and_unhold(self, slots: Int64Array) -> None:
+        """``publish``, then ``unhold``: the writer is done."""
+        numbers = slots.tolist()
+        few = 0 < len(numbers) <= FEW and len(set(map(self._group_of.__getitem__, numbers))) == 1
+        change = self._books.publish_and_unhold(numbers) if few else None
+        if change is None:
+            self.publish(slots)
+            self.unhold(slots)
+            return
+        self._note_ready(self._group_of[numbers[0]], numbers, slots)
+        self._changed(change)
+
+    def _note_ready(self, group: int, numbers: list[int], slots: Int64Array) -> None:
+        keys = self._keys_of(numbers)
+        _remove(self._reserved[group], keys)
+        self._ready[group].update(zip(keys, numbers, strict=True))
+        self._policy.insert(group, keys, slots)
+        self.arrivals += len(numbers)
 
     def touch(self, run: KeyRun) -> None:
         """The READY chunks of ``run`` were of use; the first ends up as the most recent."""
@@ -461,8 +498,6 @@ def _pieces(chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _parents(slots: Int64Array, runs: Sequence[KeyRun], outer: list[int]) -> Int64Array:
     """Each slot's parent: the one before it in its run, or what the run as a whole extends."""
-    if len(runs) == len(slots):
-        return np.array(outer, np.int64)
     parents: Int64Array = np.empty_like(slots)
     parents[1:] = slots[:-1]
     at = 0

@@ -29,7 +29,8 @@ class FenceTable:
     def raise_for(self, job: Job, block_ids: Int64Array) -> None:
         """Put ``job`` under these blocks, in addition to those it stands under already."""
         have = set(job.fenced)
-        fresh = [b for b in block_ids.tolist() if b != self._null and b not in have]
+        # A block may be named twice: chunks of two lives may begin with the same blocks and end with others.
+        fresh = [b for b in dict.fromkeys(block_ids.tolist()) if b != self._null and b not in have]
         for block_id in fresh:
             self.pending.setdefault(block_id, set()).add(job.job_id)
         job.fenced += tuple(fresh)

@@ -82,7 +82,7 @@ class RequestState:
     def __init__(self, request: Request, context: ReqContext, geometry: Geometry) -> None:
         self.req = request
         self.context = context
-        self.groups = [GroupState(g.index, geometry.hashes_per_chunk(g.index)) for g in geometry.groups]
+        self.groups = tuple(GroupState(g.index, geometry.hashes_per_chunk(g.index)) for g in geometry.groups)
         self.transfer_jobs: set[int] = set()
         self.finished = False
         # The cached answer of get_num_new_matched_tokens, and what it was an answer to.
@@ -126,34 +126,39 @@ class RequestState:
     def forget_answer(self) -> None:
         self.answer = None
 
+    def end_wait(self) -> None:
+        """It has its blocks: what it was told, or has waited for, is of the past."""
+        self.load_base = None
+        self.since = None
+        self.queried = False
+        self.waited_for_load = None
+        self.forget_answer()
+
     def rewind(self) -> None:
         """Preempted: its blocks are gone, and what is stored is found out anew."""
         for group in self.groups:
             group.block_ids = []
             group.cursor = 0
         self.tokens_before_step = self.tokens_filled = 0
-        self.load_base = None
-        self.since = None
-        self.queried = False
         self.waits_since = None
-        self.waited_for_load = None
-        self.forget_answer()
+        self.end_wait()
 
 
 class Job:
     """One transfer that some rank has not reported yet.
 
-    ``life`` is None once a reset has outdated the job. ``waiting`` are the ranks still to report.
-    ``fenced`` are the device blocks under which the job stands in the fence table.
+    ``lives`` are the lives whose chunks it moves: one, or, of a joint store, several with as many of ``block_ids``
+    each, in their order; none once a reset has outdated the job or it is over. ``waiting`` are the ranks still to
+    report. ``fenced`` are the device blocks under which the job stands in the fence table.
     """
 
-    __slots__ = ("block_ids", "deadline", "failed", "fenced", "job_id", "kind", "life", "reservations", "waiting")
+    __slots__ = ("block_ids", "deadline", "failed", "fenced", "job_id", "kind", "lives", "reservations", "waiting")
 
     def __init__(
         self,
         job_id: int,
         kind: TransferKind,
-        life: RequestState,
+        lives: tuple[RequestState, ...],
         reservations: tuple[Reservation, ...],
         ranks: int,
         deadline: float,
@@ -161,13 +166,19 @@ class Job:
     ) -> None:
         self.job_id = job_id
         self.kind = kind
-        self.life: RequestState | None = life
+        self.lives = lives
         self.reservations = reservations
         self.waiting = set(range(ranks))
         self.failed = False
         self.deadline = deadline
         self.block_ids = block_ids
         self.fenced: tuple[int, ...] = ()
+
+    def blocks_of(self, life: RequestState) -> Int64Array:
+        """Those of ``block_ids`` that are of one of its lives."""
+        share = len(self.block_ids) // len(self.lives)
+        start = self.lives.index(life) * share
+        return self.block_ids[start : start + share]
 
 
 def _limit(params: Any, name: str) -> int | None:

@@ -16,9 +16,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import compress, islice
 
 import numpy as np
 
@@ -64,8 +64,11 @@ class SchedulerOptions:
     ``ranks``: workers that report each job. ``prefix_caching``: the device shares blocks between requests.
     ``store_deadline_s``: a device store unreported for so long is settled as failed. ``lookup_wait_s`` and
     ``promotion_wait_s`` are the manager's limits, at which its answers may change. ``max_chunks_per_step``: at
-    most so many chunks are offered for storing in one step; the rest follows in the next. ``look_ahead``: for at most
-    so many requests that the engine has not come to, tiers are asked and promotions begun; 0 where that brings nothing.
+    most so many chunks are offered for storing in one step; the rest follows in the next. ``max_joint_chunks``: at
+    most so many requests that fill one chunk each share a store job; a fence waits for the whole of it.
+    ``gather_steps``: chunks that decoding fills are stored in every so manieth step; in every one where a group has a
+    sliding window, behind which blocks are recycled. ``look_ahead``: for at most so many requests that the engine has
+    not come to, tiers are asked and promotions begun; 0 where that brings nothing.
     """
 
     ranks: int = 1
@@ -75,6 +78,8 @@ class SchedulerOptions:
     lookup_wait_s: float = 0.2
     promotion_wait_s: float = 5.0
     max_chunks_per_step: int = 2048
+    max_joint_chunks: int = 16
+    gather_steps: int = 1
     look_ahead: int = 0
 
 
@@ -88,7 +93,7 @@ class OffloadingConnectorScheduler:
         self.counters: defaultdict[str, float] = defaultdict(float, dict.fromkeys(FROM_THE_START, 0.0))
         self._sizes = {kind: Histogram(SIZE_BOUNDS) for kind in TransferKind}
         self._answer_delays = Histogram(ASYNC_BOUNDS)
-        self._planner = StorePlanner(geometry, manager, self.options.offload_decode)
+        self._planner = StorePlanner(geometry, manager, self.options.offload_decode, self.options.max_joint_chunks)
         self._live: dict[str, RequestState] = {}
         self._req_status: dict[int, RequestState] = {}
         """Every life that has not had its ``on_request_finished``, live or draining, by life number."""
@@ -97,7 +102,9 @@ class OffloadingConnectorScheduler:
         self._overdue: dict[int, Job] = {}
         """Stores settled as failed at their deadline whose last rank has still not reported."""
         self._store_deadlines: deque[Job] = deque()
-        """Stores in the order of submission, which is that of their deadlines; settled ones fall out in front."""
+        """Stores in the order of submission, which is that of their deadlines; settled ones are left out in time."""
+        self._next_deadline = math.inf
+        """No store's deadline is earlier."""
         self._fences = FenceTable(geometry.null_block_id)
         self._chunks_being_loaded: list[dict[bytes, int]] = [{} for _ in geometry.groups]
         self._owed: dict[int, RequestState] = {}
@@ -110,6 +117,10 @@ class OffloadingConnectorScheduler:
         self._current_batch_jobs_to_flush: set[int] = set()
         self._current_batch_allocated_block_ids: set[int] = set()
         self._current_batch_loads_to_fail: list[int] = []
+        self._gather_steps = 1 if any(g.sliding_window for g in geometry.groups) else self.options.gather_steps
+        self._steps_gathered = 0
+        self._must_plan = False
+        """Prompts have filled chunks, which are stored at once, as far as a step's budget goes."""
         self._device_is_old = False
         self._next_life = 1
         self._next_job = 1
@@ -191,7 +202,7 @@ class OffloadingConnectorScheduler:
         for job_id in state.transfer_jobs:
             job = self._jobs[job_id]
             if job.kind is TransferKind.STORE:
-                self._fences.raise_for(job, job.block_ids)
+                self._fences.raise_for(job, job.blocks_of(state))
         if self._planner.is_behind(state):
             self._owed[state.context.life] = state
         self._end_life_if_drained(state)
@@ -216,7 +227,6 @@ class OffloadingConnectorScheduler:
         """What ranks have completed or failed; may come late, repeated, or not at all."""
         if output.invalid_block_ids:
             self._distrust(output.invalid_block_ids)
-        stored: list[Job] = []
         for report in output.reports:
             job = self._jobs.get(report.job_id) or self._overdue.get(report.job_id)
             if job is None or report.rank not in job.waiting:
@@ -225,14 +235,8 @@ class OffloadingConnectorScheduler:
             job.waiting.discard(report.rank)
             job.failed = job.failed or not report.ok
             self._count_copy(job.kind, report)
-            if job.waiting:
-                continue
-            if job.kind is TransferKind.STORE and not job.failed and job.job_id in self._jobs:
-                stored.append(job)
-            else:
+            if not job.waiting:
                 self._job_reported(job, now)
-        if stored:
-            self._jobs_stored(stored, now)
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must keep stepping: some job is unsettled, or something is owed."""
@@ -258,13 +262,13 @@ class OffloadingConnectorScheduler:
         self._owed.clear()
         self.manager.reset_cache(generation, now=now)
         for job in self._jobs.values():
-            job.life = None
+            job.lives = ()
             job.failed = True
             if job.kind is TransferKind.LOAD:
                 self._current_batch_loads_to_fail.append(job.job_id)
             else:
                 self._fences.raise_for(job, job.block_ids)
-        self._current_batch_load_jobs = [replace(job, doomed=True) for job in self._current_batch_load_jobs]
+        self._current_batch_load_jobs = [job._replace(doomed=True) for job in self._current_batch_load_jobs]
         for state in self._live.values():
             state.transfer_jobs.clear()
             state.forget_answer()
@@ -470,7 +474,7 @@ class OffloadingConnectorScheduler:
     def _is_wanted_load(self, job_id: int | None) -> bool:
         """Whether this load is in flight and its blocks will stay on the device: neither aborted nor reset."""
         job = self._jobs.get(job_id) if job_id is not None else None
-        return job is not None and job.life is not None and not job.life.finished
+        return job is not None and bool(job.lives) and not job.lives[0].finished
 
     # --- loads --------------------------------------------------------------------------------------------
 
@@ -490,7 +494,7 @@ class OffloadingConnectorScheduler:
             short = short or not complete
         if short:
             self._surprise("fewer chunks readable than promised")
-        job = self._new_job(TransferKind.LOAD, state, tuple(reservations), transfers, math.inf)
+        job = self._new_job(TransferKind.LOAD, (state,), tuple(reservations), transfers, math.inf)
         for reservation, loading in zip(reservations, self._chunks_being_loaded, strict=True):
             loading.update(dict.fromkeys(reservation.hashes, job.job_id))
         # By the group that has most to load: the others lack what lies before their windows.
@@ -550,17 +554,18 @@ class OffloadingConnectorScheduler:
     def _new_job(
         self,
         kind: TransferKind,
-        state: RequestState,
+        lives: tuple[RequestState, ...],
         reservations: tuple[Reservation, ...],
         transfers: Collection[GroupTransfer],
         deadline: float,
     ) -> Job:
         parts = [t.block_ids for t in transfers]
         block_ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        job = Job(self._next_job, kind, state, reservations, self.options.ranks, deadline, block_ids)
+        job = Job(self._next_job, kind, lives, reservations, self.options.ranks, deadline, block_ids)
         self._next_job += 1
         self._jobs[job.job_id] = job
-        state.transfer_jobs.add(job.job_id)
+        for state in lives:
+            state.transfer_jobs.add(job.job_id)
         return job
 
     def _count_copy(self, kind: TransferKind, report: JobReport) -> None:
@@ -583,8 +588,18 @@ class OffloadingConnectorScheduler:
                 for group in state.groups:
                     group.cursor = 0
                 for job_id in state.transfer_jobs:
-                    job = self._jobs[job_id]
-                    job.failed = job.failed or job.kind is TransferKind.STORE
+                    if self._jobs[job_id].kind is TransferKind.STORE:
+                        self._fail_store(self._jobs[job_id])
+
+    @staticmethod
+    def _fail_store(job: Job) -> None:
+        """What the job stores is dropped; lives that share it offer their chunks again: nothing is wrong with those."""
+        job.failed = True
+        if len(job.lives) > 1:
+            (reservation,) = job.reservations
+            for state, chunk in zip(job.lives, reservation.chunks.tolist(), strict=True):
+                group = state.groups[reservation.group]
+                group.cursor = min(group.cursor, chunk)
 
     def _job_reported(self, job: Job, now: float) -> None:
         """Every rank has reported."""
@@ -595,14 +610,6 @@ class OffloadingConnectorScheduler:
             return
         self._settle(job, ok=not job.failed, released=True, now=now)
         self._fences.lower(job)
-
-    def _jobs_stored(self, jobs: Sequence[Job], now: float) -> None:
-        """Every rank has reported these stores, and all have succeeded: ``_job_reported`` for many at once."""
-        self.manager.complete_stores([r for job in jobs for r in job.reservations], now=now)
-        for job in jobs:
-            del self._jobs[job.job_id]
-            self._leave_life(job)
-            self._fences.lower(job)
 
     def _settle(self, job: Job, ok: bool, released: bool, now: float) -> None:
         """The job is over for everybody who waited for it."""
@@ -619,10 +626,11 @@ class OffloadingConnectorScheduler:
         self._leave_life(job)
 
     def _leave_life(self, job: Job) -> None:
-        state = job.life
-        if state is not None:
+        for state in job.lives:
             state.transfer_jobs.discard(job.job_id)
-            self._end_life_if_drained(state)
+            if state.finished:
+                self._end_life_if_drained(state)
+        job.lives = ()  # the list of deadlines keeps jobs that are over, and is not to keep requests
 
     def _settle_load(self, job: Job, ok: bool, now: float) -> None:
         for reservation in job.reservations:
@@ -631,23 +639,27 @@ class OffloadingConnectorScheduler:
             for block_hash in reservation.hashes:
                 if loading.get(block_hash) == job.job_id:
                     del loading[block_hash]
-        if job.life is not None:
+        for state in job.lives:
             if ok:
-                job.life.load_base = None
+                state.load_base = None
             else:
-                job.life.load_failed = True
+                state.load_failed = True
 
     def _expire_stores(self, now: float) -> None:
         """Settle the stores whose report is missing at their deadline."""
+        if now < self._next_deadline:
+            return
         while self._store_deadlines:
             job = self._store_deadlines[0]
             if job.job_id in self._jobs:
                 if job.deadline > now:
+                    self._next_deadline = job.deadline
                     return
                 self.counters["store_deadlines_passed"] += 1
                 self._fences.raise_for(job, job.block_ids)
                 self._settle(job, ok=False, released=False, now=now)
             self._store_deadlines.popleft()
+        self._next_deadline = math.inf
 
     # --- the step's recipe, line by line ------------------------------------------------------------------------
 
@@ -663,7 +675,7 @@ class OffloadingConnectorScheduler:
                 self._unplanned.pop(state.context.life, None)
 
     def _note_scheduled(self, output: SchedulerOutput) -> list[RequestState]:
-        """Take over the blocks handed out; the lives that got some."""
+        """Take over the blocks handed out; the lives that got some and have filled a chunk."""
         scheduled = output.num_scheduled_tokens
         touched: list[RequestState] = []
         for new in output.scheduled_new_reqs:
@@ -676,36 +688,31 @@ class OffloadingConnectorScheduler:
                 self._note_tokens(state, new.num_computed_tokens, scheduled.get(new.req_id, 0))
                 touched.append(state)
         cached = output.scheduled_cached_reqs
-        for i, block_ids in enumerate(cached.new_block_ids):
-            if block_ids is None:
-                continue
-            req_id = cached.req_ids[i]
-            state = self._live.get(req_id)
+        new_block_ids, resumed = cached.new_block_ids, cached.resumed_req_ids
+        live, handed_out = self._live, self._current_batch_allocated_block_ids
+        for i in compress(range(len(new_block_ids)), new_block_ids):  # None for most requests, skipped without Python
+            block_ids, req_id, computed = new_block_ids[i], cached.req_ids[i], cached.num_computed_tokens[i]
+            state = live.get(req_id)
             if state is None:
                 self._hand_out(block_ids, 0)
                 continue
-            computed = cached.num_computed_tokens[i]
-            if req_id in cached.resumed_req_ids:
+            if resumed and req_id in resumed:
                 self._take_blocks(state, block_ids, computed)
                 self._note_start(state, computed)
             else:
-                self._add_blocks(state, block_ids)
+                for group, ids in zip(state.groups, block_ids, strict=True):
+                    group.block_ids += ids
+                    handed_out.update(ids)
             self._note_tokens(state, computed, scheduled.get(req_id, 0))
             touched.append(state)
         self.counters["states_touched"] += len(touched)
-        return touched
+        return [state for state in touched if self._planner.has_filled(state)]
 
     def _take_blocks(self, state: RequestState, block_ids: tuple[list[int], ...], computed: int) -> None:
         """``block_ids`` are all blocks of the life; those beyond ``computed`` tokens are handed out in this step."""
         for group, ids in zip(state.groups, block_ids, strict=True):
             group.block_ids = list(ids)
         self._hand_out(block_ids, computed)
-
-    def _add_blocks(self, state: RequestState, block_ids: tuple[list[int], ...]) -> None:
-        handed_out = self._current_batch_allocated_block_ids
-        for group, ids in zip(state.groups, block_ids, strict=True):
-            group.block_ids.extend(ids)
-            handed_out.update(ids)
 
     def _hand_out(self, block_ids: tuple[list[int], ...], computed: int) -> None:
         """Blocks beyond ``computed`` tokens will be written, also those of a request that no hook has named."""
@@ -714,19 +721,16 @@ class OffloadingConnectorScheduler:
 
     def _note_start(self, state: RequestState, computed: int) -> None:
         """A life starts, or starts again, on top of ``computed`` tokens that the device has."""
+        state.end_wait()
         if computed == 0:
             state.tainted = False
         elif self._device_is_old:
             state.tainted = True
 
     def _note_tokens(self, state: RequestState, computed: int, scheduled: int) -> None:
-        state.load_base = None
-        state.forget_answer()
-        state.since = None
-        state.queried = False
-        state.waited_for_load = None
         state.tokens_before_step = computed
         state.tokens_filled = computed + scheduled
+        self._must_plan = self._must_plan or scheduled > 1
 
     def _plan_owed(self, now: float) -> list[TransferJob]:
         """Last chunks of finished lives. Their blocks are free: what is handed out now is read first."""
@@ -735,7 +739,7 @@ class OffloadingConnectorScheduler:
         states = list(self._owed.values())
         self._owed.clear()
         planned, _ = self._planner.plan(states, EVERY_CHUNK, now)
-        jobs = [self._store_job(state, stores, now) for state, stores in planned.items()]
+        jobs = [self._store_job(lives, stores, now) for lives, stores in planned]
         for state in states:
             self._end_life_if_drained(state)
         return jobs
@@ -743,8 +747,14 @@ class OffloadingConnectorScheduler:
     def _plan_live(
         self, touched: Collection[RequestState], scheduled: Mapping[str, int], now: float
     ) -> list[TransferJob]:
+        """Stores of live requests. Chunks that decoding fills are gathered for some steps, so that they share jobs."""
         if not touched and not self._unplanned:
             return []
+        self._steps_gathered += 1
+        if self._steps_gathered < self._gather_steps and not self._must_plan:
+            self._unplanned.update((state.context.life, state) for state in touched)
+            return []
+        self._steps_gathered = 0
         seen = set(touched)
         late = [s for s in self._unplanned.values() if s not in seen]
         for state in late:
@@ -755,23 +765,26 @@ class OffloadingConnectorScheduler:
             state.tokens_filled = min(state.tokens_filled, computed + scheduled.get(state.context.req_id, 0))
         planned, again = self._planner.plan([*late, *touched], self.options.max_chunks_per_step, now)
         self._unplanned = {state.context.life: state for state in again}
-        return [self._store_job(state, stores, now) for state, stores in planned.items()]
+        self._must_plan = any(self._planner.is_behind(state) for state in again)
+        return [self._store_job(lives, stores, now) for lives, stores in planned]
 
-    def _store_job(self, state: RequestState, planned: Collection[PlannedStore], now: float) -> TransferJob:
+    def _store_job(self, lives: tuple[RequestState, ...], planned: Collection[PlannedStore], now: float) -> TransferJob:
+        """The job that stores what was planned of some lives, all of them live or all finished."""
         transfers = tuple(p.transfer for p in planned)
         reservations = tuple(p.reservation for p in planned)
-        job = self._new_job(TransferKind.STORE, state, reservations, transfers, now + self.options.store_deadline_s)
+        job = self._new_job(TransferKind.STORE, lives, reservations, transfers, now + self.options.store_deadline_s)
         self._store_deadlines.append(job)
-        if len(self._store_deadlines) > 2 * len(self._jobs) + FEW:  # behind one that is late they would gather
+        self._next_deadline = min(self._next_deadline, job.deadline)
+        if len(self._store_deadlines) > 2 * len(self._jobs) + FEW:
             self._store_deadlines = deque(j for j in self._store_deadlines if j.job_id in self._jobs)
+        finished = lives[0].finished
         for transfer in transfers:
-            if state.finished or self.geometry.groups[transfer.group].sliding_window is not None:
+            if finished or self.geometry.groups[transfer.group].sliding_window is not None:
                 self._fences.raise_for(job, transfer.block_ids)
         # A live request's blocks may be filled by this very step even where its own tokens are older: another
         # request of the step computes them and the prefix cache shares them already.
-        return TransferJob(
-            job.job_id, state.context.req_id, TransferKind.STORE, transfers, after_compute=not state.finished
-        )
+        req_id = lives[0].context.req_id if len(lives) == 1 else ""
+        return TransferJob(job.job_id, req_id, TransferKind.STORE, transfers, after_compute=not finished)
 
     def _flush_claimed(self) -> None:
         """Pending stores whose blocks this step may write must be read first; then they guard nothing more."""
@@ -811,11 +824,11 @@ class OffloadingConnectorScheduler:
             _require(state.finished or self._live.get(state.context.req_id) is state, f"life {life} is lost")
             for job_id in state.transfer_jobs:
                 job = self._jobs.get(job_id)
-                _require(job is not None and job.life is state, f"life {life} counts job {job_id} of another")
+                _require(job is not None and state in job.lives, f"life {life} counts job {job_id} of another")
         for job_id, job in self._jobs.items():
             _require(bool(job.waiting), f"job {job_id} waits for no rank and is unsettled")
-            life_ok = job.life is None or job_id in job.life.transfer_jobs
-            _require(life_ok, f"job {job_id} is not counted by its life")
+            counted = all(job_id in state.transfer_jobs for state in job.lives)
+            _require(counted, f"job {job_id} is not counted by each of its lives")
         fenced: dict[int, set[int]] = {}
         for job in [*self._jobs.values(), *self._overdue.values()]:
             for block_id in job.fenced:

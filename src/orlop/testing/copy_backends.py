@@ -15,7 +15,7 @@ and, where its tensors are not numpy arrays, ``place``, ``fetch`` and ``overwrit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -123,35 +123,35 @@ class Ranks:
 
 
 def block_beyond_the_last(t: GroupTransfer, world: Ranks) -> GroupTransfer:
-    return replace(t, block_ids=_last_is(t.block_ids, world.blocks))
+    return t._replace(block_ids=_last_is(t.block_ids, world.blocks))
 
 
 def negative_block(t: GroupTransfer, world: Ranks) -> GroupTransfer:
-    return replace(t, block_ids=_last_is(t.block_ids, -1))
+    return t._replace(block_ids=_last_is(t.block_ids, -1))
 
 
 def slot_beyond_the_last(t: GroupTransfer, world: Ranks) -> GroupTransfer:
-    return replace(t, slots=np.where(t.slots == t.slots[0], world.memory.layout.slots, t.slots))
+    return t._replace(slots=np.where(t.slots == t.slots[0], world.memory.layout.slots, t.slots))
 
 
 def negative_slot(t: GroupTransfer, world: Ranks) -> GroupTransfer:
-    return replace(t, slots=np.where(t.slots == t.slots[0], -1, t.slots))
+    return t._replace(slots=np.where(t.slots == t.slots[0], -1, t.slots))
 
 
 def offset_beyond_the_last(t: GroupTransfer, world: Ranks) -> GroupTransfer:
-    return replace(t, offsets=_last_is(t.offsets, world.memory.layout.blocks_per_chunk))
+    return t._replace(offsets=_last_is(t.offsets, world.memory.layout.blocks_per_chunk))
 
 
 def arrays_of_unequal_length(t: GroupTransfer, world: Ranks) -> GroupTransfer:
-    return replace(t, slots=t.slots[:-1])
+    return t._replace(slots=t.slots[:-1])
 
 
 def unknown_group(t: GroupTransfer, world: Ranks) -> GroupTransfer:
-    return replace(t, group=len(world.groups))
+    return t._replace(group=len(world.groups))
 
 
 def one_block_twice(t: GroupTransfer, world: Ranks) -> GroupTransfer:
-    return replace(t, block_ids=_last_is(t.block_ids, t.block_ids[0]))
+    return t._replace(block_ids=_last_is(t.block_ids, t.block_ids[0]))
 
 
 def one_place_twice(t: GroupTransfer, world: Ranks) -> GroupTransfer:

@@ -15,6 +15,7 @@ import numpy as np
 
 from orlop.core import (
     CacheEvent,
+    JointOffer,
     KeyRun,
     Lookup,
     Namespace,
@@ -212,7 +213,8 @@ class ManualTier(SecondaryTierManager):
         self._submit("submit_load", job)
 
     def _submit(self, name: str, job: TierJob) -> None:
-        self._live(name, job.context, job)
+        for context in job.contexts or (None,):
+            self._live(name, context, job)
         assert job.job_id not in self.jobs, f"job {job.job_id} is submitted twice"
         assert job.job_id not in self._reported, f"job {job.job_id} is submitted again after its report"
         self.memory.claim((self.name, job.job_id), job.slots.tolist(), write=job.kind is TransferKind.LOAD)
@@ -349,25 +351,20 @@ class RecordingManager(OffloadingManager):
             self._opened(plan.reservation, TransferKind.STORE, context)
         return plan
 
-    def prepare_stores(self, offers: Sequence[tuple[KeyRun, ReqContext]], *, now: float) -> list[StorePlan]:
-        for run, context in offers:
-            self._live("prepare_store", context, run)
+    def prepare_joint_store(self, offer: JointOffer, *, now: float) -> Reservation | None:
+        for context in offer.contexts:
+            self._live("prepare_joint_store", context, offer)
+        assert len(offer.contexts) == len({context.life for context in offer.contexts}), "one life offers two chunks"
         self._stored_in_step = True
-        plans = self.inner.prepare_stores(offers, now=now)
-        assert len(plans) == len(offers), f"found {len(plans)} plans for {len(offers)} offers"
-        for plan, (_, context) in zip(plans, offers, strict=True):
-            if plan.reservation is not None:
-                self._opened(plan.reservation, TransferKind.STORE, context)
-        return plans
+        reservation = self.inner.prepare_joint_store(offer, now=now)
+        if reservation is not None:
+            assert list(reservation.hashes) == list(offer.hashes), "reserved for other keys than offered"
+            self._opened(reservation, TransferKind.STORE, *offer.contexts)
+        return reservation
 
     def complete_load(self, reservation: Reservation, *, now: float) -> None:
         self._completed("complete_load", reservation, TransferKind.LOAD)
         self.inner.complete_load(reservation, now=now)
-
-    def complete_stores(self, reservations: Sequence[Reservation], *, now: float) -> None:
-        for reservation in reservations:
-            self._store_completed(reservation, success=True)
-        self.inner.complete_stores(reservations, now=now)
 
     def _store_completed(self, reservation: Reservation, success: bool) -> None:
         opened = self._completed("complete_store", reservation, TransferKind.STORE)
@@ -382,7 +379,7 @@ class RecordingManager(OffloadingManager):
         self.inner.complete_store(reservation, success, now=now, released=released)
 
     def release(self, reservation: Reservation) -> None:
-        self.calls.append(Call("release", reservation.context.life, reservation))
+        self.calls += [Call("release", context.life, reservation) for context in reservation.contexts]
         assert self.retired.pop(reservation.number, None) is reservation, (
             f"release of {reservation.number}: not retired"
         )
@@ -393,8 +390,9 @@ class RecordingManager(OffloadingManager):
         self._stored_in_step = False
         for opened in self.open.values():
             if opened.resets == self._resets:
-                life = opened.reservation.context.life
-                assert self.lives[life], f"life {life} has ended while its {opened.reservation} may still publish"
+                for context in opened.reservation.contexts:
+                    who = f"life {context.life} has ended while its {opened.reservation} may still publish"
+                    assert self.lives[context.life], who
         self.inner.on_schedule_end(now=now)
 
     def has_pending_work(self) -> bool:
@@ -435,22 +433,21 @@ class RecordingManager(OffloadingManager):
         assert context.life in self.lives, f"{name} for life {context.life}, which never began"
         assert self.lives[context.life], f"{name} for life {context.life} after on_request_finished"
 
-    def _opened(self, reservation: Reservation, kind: TransferKind, context: ReqContext) -> None:
+    def _opened(self, reservation: Reservation, kind: TransferKind, *contexts: ReqContext) -> None:
         assert reservation.kind is kind
-        assert reservation.context.life == context.life
+        assert reservation.contexts == contexts
         assert reservation.number not in self.open, f"reservation {reservation.number} is made twice"
         assert len(set(reservation.slots.tolist())) == len(reservation.hashes), "slots and keys do not match"
         self.open[reservation.number] = _Open(reservation, self._resets)
 
     def _completed(self, name: str, reservation: Reservation, kind: TransferKind) -> _Open:
-        life = reservation.context.life
-        self.calls.append(Call(name, life, reservation))
+        self.calls += [Call(name, context.life, reservation) for context in reservation.contexts]
         opened = self.open.pop(reservation.number, None)
         assert opened is not None, f"{name} of {reservation.number}: not open (completed twice?)"
         assert opened.reservation is reservation, f"{name} of {reservation.number}: another object than was handed out"
         assert reservation.kind is kind
-        if opened.resets == self._resets:
-            assert self.lives[life], f"{name} for life {life} after on_request_finished"
+        for context in reservation.contexts if opened.resets == self._resets else ():
+            assert self.lives[context.life], f"{name} for life {context.life} after on_request_finished"
         return opened
 
     def _verify(self, reservation: Reservation, who: str) -> None:
@@ -568,7 +565,7 @@ class DictManager(OffloadingManager):
         self._numbers += 1
         hashes = tuple(run.hashes[chunk] for chunk in chunks)
         where = np.array(chunks, dtype=np.int64), np.array(slots, dtype=np.int64)
-        return Reservation(self._numbers, kind, context, run.group, hashes, *where)
+        return Reservation(self._numbers, kind, (context,), run.group, hashes, *where)
 
     def complete_load(self, reservation: Reservation, *, now: float) -> None:
         for block_hash, entry in zip(reservation.hashes, self._pinned.pop(reservation.number), strict=True):

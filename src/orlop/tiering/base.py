@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from orlop.core import (
     CacheEvent,
+    JointOffer,
     KeyRun,
     Lookup,
     Namespace,
@@ -36,13 +37,13 @@ class OffloadingManager(ABC):
     for a request's sake. ``now`` is the engine side's monotonic time in seconds; ``since`` the time of the
     request's own first ask, from which its waits count.
 
-    Submit side, for a live request: ``lookup*``, ``touch``, ``prepare_load``, ``prepare_store``. Completion
-    side, may come after the request has ended but before ``on_request_finished``: ``complete_load``,
-    ``complete_store``, ``release``.
+    Submit side, for live requests: ``lookup*``, ``touch``, ``prepare_load``, ``prepare_store`` and
+    ``prepare_joint_store``. Completion side, may come after a request has ended but before ``on_request_finished``:
+    ``complete_load``, ``complete_store``, ``release``.
 
     A HIT holds until the next ``on_schedule_end``: between the first lookup of a step and its
-    ``on_schedule_end`` no slot is evicted or reserved but by ``prepare_store``, which the scheduler half
-    calls after every ``prepare_load`` of the step.
+    ``on_schedule_end`` no slot is evicted or reserved but by ``prepare_store`` and its joint form, which the scheduler
+    half calls after every ``prepare_load`` of the step.
     """
 
     @abstractmethod
@@ -97,9 +98,13 @@ class OffloadingManager(ABC):
     def prepare_store(self, run: KeyRun, context: ReqContext, *, now: float) -> StorePlan:
         """Reserve slots for the chunks of ``run`` that are wanted and not there; evicts for room if it must."""
 
-    def prepare_stores(self, offers: Sequence[tuple[KeyRun, ReqContext]], *, now: float) -> list[StorePlan]:
-        """``prepare_store`` for each offer, in order; for many requests that fill one chunk each in the same step."""
-        return [self.prepare_store(run, context, now=now) for run, context in offers]
+    def prepare_joint_store(self, offer: JointOffer, *, now: float) -> Reservation | None:
+        """One reservation for a chunk each of some lives, all or nothing; a manager may do without.
+
+        None: some chunk is there or being written, is not wanted yet, or extends another of them, or there is no room.
+        Then each is to be offered by itself.
+        """
+        return None
 
     @abstractmethod
     def complete_store(self, reservation: Reservation, success: bool, *, now: float, released: bool = True) -> None:
@@ -107,11 +112,6 @@ class OffloadingManager(ABC):
 
         ``released`` False: somebody may still write the slots; they stay retired until ``release``.
         """
-
-    def complete_stores(self, reservations: Sequence[Reservation], *, now: float) -> None:
-        """``complete_store`` with success for each reservation, in order."""
-        for reservation in reservations:
-            self.complete_store(reservation, True, now=now)
 
     @abstractmethod
     def release(self, reservation: Reservation) -> None:

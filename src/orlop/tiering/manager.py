@@ -26,7 +26,7 @@ import hashlib
 import heapq
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,6 +35,7 @@ from orlop.core import (
     NO_SALT,
     CacheEvent,
     Int64Array,
+    JointOffer,
     KeyRun,
     Lookup,
     Namespace,
@@ -121,6 +122,8 @@ class TieringManager(OffloadingManager):
         self._promotion_wait_s = max((t.promotion_s for t in tiers), default=5.0)
         self._host_admission = StoreAfter(options.store_after)
         self._tier_admission = [StoreAfter(t.store_after) for t in tiers]
+        self._takers = [i for i, entry in enumerate(tiers) if entry.store or entry.evicted_bytes]
+        """Tiers that are given what is stored, at once or when it leaves."""
         self._lives: dict[int, _Life] = {}
         self._asks: dict[int, _Ask] = {}
         """Unanswered lookups at tiers, by lookup id."""
@@ -346,7 +349,9 @@ class TieringManager(OffloadingManager):
         brought = self._brought_by[slots]
         origins = {e.tier.name: int((brought == i + 1).sum()) for i, e in enumerate(self.tiers)}
         self._brought_by[slots] = 0
-        return self._reserve(TransferKind.LOAD, context, run, chunks, slots, origins)
+        reservation = self._reserve(TransferKind.LOAD, context, run, chunks, slots, origins)
+        self._open[reservation.number] = _Open(reservation)
+        return reservation
 
     def complete_load(self, reservation: Reservation, *, now: float) -> None:
         if self._close(reservation):
@@ -369,56 +374,32 @@ class TieringManager(OffloadingManager):
         if not absent:
             return StorePlan(None, settled)
         chunks = np.array(absent, dtype=np.int64)
-        reservation = self._reserve(TransferKind.STORE, context, run, chunks, slots, {}, _Writer())
-        self._note_writing(slots, [reservation], now)
+        reservation = self._reserve(TransferKind.STORE, context, run, chunks, slots, {})
+        self._note_writing(reservation, now)
         return StorePlan(reservation, settled)
 
-    def prepare_stores(self, offers: Sequence[tuple[KeyRun, ReqContext]], *, now: float) -> list[StorePlan]:
-        plans: list[StorePlan] = []
-        fresh: list[tuple[KeyRun, ReqContext]] = []
-        keys: set[bytes] = set()
-        for run, context in offers:
-            if self._is_fresh(run, keys) and (not fresh or run.group == fresh[0][0].group):
-                fresh.append((run, context))
-                keys.add(run.hashes[run.start])
-            else:
-                plans += self._reserve_fresh(fresh, now)
-                plans.append(self.prepare_store(run, context, now=now))
-                fresh, keys = [], set()
-        return plans + self._reserve_fresh(fresh, now)
+    def prepare_joint_store(self, offer: JointOffer, *, now: float) -> Reservation | None:
+        if self.options.store_after > 1:
+            return None
+        taken = self.host.reserve_each(offer.group, offer.hashes, offer.extends)
+        if taken is None:
+            return None
+        chunks, slots = np.array(offer.chunks, dtype=np.int64), np.array(taken, dtype=np.int64)
+        contexts, hashes = tuple(offer.contexts), tuple(offer.hashes)
+        reservation = Reservation(self._number(), TransferKind.STORE, contexts, offer.group, hashes, chunks, slots)
+        self._allocations.observe(1, len(taken))
+        self._note_writing(reservation, now)
+        return reservation
 
-    def _is_fresh(self, run: KeyRun, keys: Collection[bytes]) -> bool:
-        """Whether all there is to an offer is one chunk that nobody has: what a decoding request fills.
-
-        Not where it is one of ``keys`` or extends one: what is about to be reserved must be found by it.
-        """
-        if len(run) > 1 or self.options.store_after > 1:
-            return False
-        key = run.hashes[run.start]
-        known = key in keys or (run.start > 0 and run.hashes[run.start - 1] in keys)
-        return not known and self.host.slot_state(run.group, key) is None
-
-    def _reserve_fresh(self, offers: list[tuple[KeyRun, ReqContext]], now: float) -> list[StorePlan]:
-        """Slots for single chunks of one group, none of which is there, in one go where there is room for all."""
-        runs = [run for run, _ in offers]
-        slots = self.host.reserve_all(runs) if len(offers) > 1 else None
-        if slots is None:
-            return [self.prepare_store(run, context, now=now) for run, context in offers]
-        chunks = np.array([run.start for run in runs], dtype=np.int64)
-        made = [
-            self._reserve(TransferKind.STORE, context, run, chunks[i : i + 1], slots[i : i + 1], {}, _Writer())
-            for i, (run, context) in enumerate(offers)
-        ]
-        self._allocations.observe(1, len(made))
-        self._note_writing(slots, made, now)
-        return [StorePlan(reservation, run.stop) for reservation, run in zip(made, runs, strict=True)]
-
-    def _note_writing(self, slots: Int64Array, reservations: Sequence[Reservation], now: float) -> None:
-        self._write_back.filled(slots)
-        self._brought_by[slots] = 0
-        self._touched_at[slots] = now
-        for reservation in reservations:
-            self._writers[reservation.slots] = self._open[reservation.number].writer
+    def _note_writing(self, reservation: Reservation, now: float) -> None:
+        """A store's slots are its own until it is completed."""
+        slots, writer = reservation.slots, _Writer()
+        self._open[reservation.number] = _Open(reservation, writer)
+        self._writers[slots] = writer
+        if self.tiers:
+            self._write_back.filled(slots)
+            self._brought_by[slots] = 0
+            self._touched_at[slots] = now
 
     def complete_store(self, reservation: Reservation, success: bool, *, now: float, released: bool = True) -> None:
         opened = self._open.get(reservation.number)
@@ -429,33 +410,23 @@ class TieringManager(OffloadingManager):
         if not opened.outdated:
             self._end_writing(opened.writer, reservation.slots)
             if success:
-                self.host.publish(reservation.slots)
-                self._note_published(reservation, now)
-            else:
-                self.host.abandon(reservation.slots)
-                self.counters["stores_failed"] += len(reservation.slots)
+                self._publish(reservation, now)
+                return
+            self.host.abandon(reservation.slots)
+            self.counters["stores_failed"] += len(reservation.slots)
         if released:
             self.release(reservation)
 
-    def complete_stores(self, reservations: Sequence[Reservation], *, now: float) -> None:
-        opened = [self._open.get(reservation.number) for reservation in reservations]
-        if len(opened) < 2 or any(o is None or o.settled or o.outdated for o in opened):
-            super().complete_stores(reservations, now=now)
-            return
-        # The last reservation first: it ends up as the most recent one, as if it had come by itself.
-        slots = np.concatenate([reservation.slots for reservation in reversed(reservations)])
-        self._writers[slots] = None
-        for one in opened:
-            self._wake_waiters(one.writer if one else None)
-        self.host.publish(slots)
-        for reservation in reservations:
-            self._note_published(reservation, now)
-            del self._open[reservation.number]
-        self.host.unhold(slots)
-
-    def _note_published(self, reservation: Reservation, now: float) -> None:
+    def _publish(self, reservation: Reservation, now: float) -> None:
+        """What a store has written is readable, and tiers get it before its slots may be given away."""
         self._note_stored(reservation.group, reservation.hashes)
-        self._cascade(reservation, now)
+        if not self._takers:
+            self.host.publish_and_unhold(reservation.slots)
+        else:
+            self.host.publish(reservation.slots)
+            self._cascade(reservation, now)
+            self.host.unhold(reservation.slots)
+        del self._open[reservation.number]
 
     def release(self, reservation: Reservation) -> None:
         if self._close(reservation):
@@ -463,8 +434,6 @@ class TieringManager(OffloadingManager):
 
     def _look_over(self, run: KeyRun, context: ReqContext, now: float) -> tuple[list[int], int]:
         """The chunks of an offer that are not there, and the index of the first that somebody else is writing."""
-        if len(run) == 1 and self.host.slot_state(run.group, run.hashes[run.start]) is None:
-            return [run.start], run.stop  # what every decoding request offers when it fills a chunk
         states = np.frombuffer(self.host.states(run), dtype=np.uint8)
         if (states == READY).any():
             self.touch(run, context, now=now)  # of use to the device just now, wherever it got them from
@@ -494,14 +463,11 @@ class TieringManager(OffloadingManager):
         chunks: Int64Array,
         slots: Int64Array,
         origins: Mapping[str, int],
-        writer: _Writer | None = None,
     ) -> Reservation:
         first, stop = (int(chunks[0]), int(chunks[-1]) + 1) if len(chunks) else (0, 0)
         neighbours = stop - first == len(chunks)
         hashes = tuple(run.hashes[first:stop] if neighbours else [run.hashes[c] for c in chunks.tolist()])
-        reservation = Reservation(self._number(), kind, context, run.group, hashes, chunks, slots, origins)
-        self._open[reservation.number] = _Open(reservation, writer)
-        return reservation
+        return Reservation(self._number(), kind, (context,), run.group, hashes, chunks, slots, origins)
 
     def _close(self, reservation: Reservation) -> bool:
         """Take the reservation off the books; False where it was given back before."""
@@ -524,24 +490,21 @@ class TieringManager(OffloadingManager):
     # --- cascades -------------------------------------------------------------------------------------------------
 
     def _cascade(self, reservation: Reservation, now: float) -> None:
-        if not any(entry.store or entry.evicted_bytes for entry in self.tiers):
-            return
+        """Each tier gets what it admits, in a job for each salt, since a job's chunks have one."""
         tail = reservation.group.to_bytes(4, "big")
         keys = tuple(h + tail for h in reservation.hashes)
-        for index, entry in enumerate(self.tiers):
-            if not entry.store and index not in self._write_back:
-                continue
+        contexts = reservation.contexts
+        for index in self._takers:
             chosen = [i for i, yes in enumerate(self._tier_admission[index].admit(keys)) if yes]
-            if not chosen:
-                continue
-            everything = len(chosen) == len(keys)
-            slots = reservation.slots if everything else reservation.slots[chosen]
-            context = reservation.context
-            if index in self._write_back:
-                self._write_back.readable(index, slots, context.salt)
-                continue
-            chosen_keys = keys if everything else tuple(keys[i] for i in chosen)
-            self._submit_store(index, reservation.group, chosen_keys, slots, context.salt, context, now)
+            for salt, where in _by_salt(contexts, chosen):
+                everything = len(where) == len(keys)
+                slots = reservation.slots if everything else reservation.slots[where]
+                if index in self._write_back:
+                    self._write_back.readable(index, slots, salt)
+                    continue
+                chosen_keys = keys if everything else tuple(keys[i] for i in where)
+                theirs = contexts if everything or len(contexts) == 1 else tuple(contexts[i] for i in where)
+                self._submit_store(index, reservation.group, chosen_keys, slots, salt, theirs, now)
 
     def _submit_store(
         self,
@@ -550,7 +513,7 @@ class TieringManager(OffloadingManager):
         keys: tuple[bytes, ...],
         slots: Int64Array,
         salt: bytes,
-        context: ReqContext | None,
+        contexts: tuple[ReqContext, ...],
         now: float,
     ) -> None:
         job = TierJob(
@@ -562,7 +525,7 @@ class TieringManager(OffloadingManager):
             self.options.payload_bytes[group],
             self._namespace,
             self._salt(salt),
-            context,
+            contexts,
         )
         self.host.hold(slots)
         self._track(job, tier, now + self.tiers[tier].cascade_s)
@@ -578,7 +541,7 @@ class TieringManager(OffloadingManager):
                 keys = [block_hash + tail for block_hash in hashes]
                 for salt, where in self._write_back.by_salt(part):
                     chosen = tuple(keys[i] for i in where)
-                    self._submit_store(tier, group, chosen, part[where], salt, None, now)
+                    self._submit_store(tier, group, chosen, part[where], salt, (), now)
 
     def _salt(self, salt: bytes) -> bytes:
         """The digest of the salt at rest, keyed with the namespace, so that equal salts differ between namespaces."""
@@ -589,7 +552,7 @@ class TieringManager(OffloadingManager):
     # --- a step's end: reports, deadlines, promotions ---------------------------------------------------------------
 
     def on_schedule_end(self, *, now: float) -> None:
-        if self.options.usable_slots is not None:
+        if self.options.usable_slots is not None and self.host.usable < self.host.slots:
             self.host.grow(self.options.usable_slots())
         for index, entry in enumerate(self.tiers):
             self._read_reports(index, entry.tier, now)
@@ -835,7 +798,7 @@ class TieringManager(OffloadingManager):
             self.options.payload_bytes[run.group],
             self._namespace,
             self._salt(life.context.salt),
-            life.context,
+            (life.context,),
         )
         writer = _Writer()
         self._write_back.filled(slots)
@@ -1059,7 +1022,7 @@ class _Job:
 
     @property
     def is_write_back(self) -> bool:
-        return self.order.context is None
+        return not self.order.contexts
 
 
 class _Ask:
@@ -1146,3 +1109,15 @@ class _Life:
         self.budget = 0
         self.no_room_at = -1
         self.leased = _NO_SLOTS
+
+
+def _by_salt(contexts: Sequence[ReqContext], chosen: list[int]) -> Iterable[tuple[bytes, list[int]]]:
+    """Each salt with the indexes of those chosen chunks whose lives have it; one context stands for all."""
+    if not chosen:
+        return ()
+    if len({context.salt for context in contexts}) == 1:
+        return ((contexts[0].salt, chosen),)
+    where: defaultdict[bytes, list[int]] = defaultdict(list)
+    for i in chosen:
+        where[contexts[i].salt].append(i)
+    return where.items()

@@ -70,8 +70,7 @@ class OrlopConnector(KVConnectorBase_V1, SupportsHMA):
                 "kv_load_failure_policy is 'fail': a load that fails ends its request with an error; add "
                 '"kv_load_failure_policy": "recompute" to the outermost KV transfer config to compute it instead'
             )
-        replicas = translate.replicas_here(self._vllm_config.parallel_config)
-        return OffloadingConnector.worker(self._config, spec, replicas=replicas)
+        return OffloadingConnector.worker(self._config, spec)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -158,6 +158,7 @@ def engine_spec(vllm_config: Any, kv_cache_config: Any, weights_id: str | None) 
         identity=said,
         device_cache_bytes=device_cache_bytes(kv_cache_config) * parallel.world_size,
         replica=parallel.data_parallel_index,
+        replicas=replicas_here(parallel),
         rank=parallel.rank,
         ranks=parallel.world_size,
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
@@ -168,12 +169,14 @@ def engine_spec(vllm_config: Any, kv_cache_config: Any, weights_id: str | None) 
 
 
 def replicas_here(parallel: Any) -> int:
-    """Data parallel replicas of the engine on this host, this one among them.
+    """Data parallel replicas of the engine on this host, this one among them; all, where that is not said.
 
     In a dense model's replica vLLM sets their number to 1. The number that was asked for is left only in the bound of
-    elastic replicas, which such a model has not, and how many of them are on this host is not said: all count.
+    elastic replicas, which such a model has not. One that was started by itself is told that it is alone on its host.
     """
     if parallel.data_parallel_size > 1 or parallel.enable_elastic_ep:
+        if parallel.data_parallel_external_lb:
+            return int(parallel.data_parallel_size)
         return max(1, int(parallel.data_parallel_size_local))
     return int(parallel.elastic_ep_max_dp_size)
 

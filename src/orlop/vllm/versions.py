@@ -57,6 +57,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         "nnodes",
         "data_parallel_size",
         "data_parallel_size_local",
+        "data_parallel_external_lb",
         "enable_elastic_ep",
         "elastic_ep_max_dp_size",
     ),
