@@ -22,6 +22,10 @@ BLOCK_TOKENS = 4
 MODELS = {"full": ModelConfig(layers=2), "mixed": ModelConfig(layers=2, windows=(None, 20))}
 
 
+DEVICE_BLOCKS = {"full": 40, "mixed": 70}
+"""One long request has room, three have not."""
+
+
 def work(requests=REQUESTS):
     """Prompts by request number, and how many tokens each generates: turns of conversations, mixed."""
     source = random.Random(11)
@@ -52,7 +56,7 @@ def main(path, model, async_scheduling, life, todo):
     torch.set_num_threads(1)
     prompts = work()
     source = random.Random(life)
-    llm = engine(model, path, num_blocks=70, max_step_tokens=48, async_scheduling=async_scheduling)
+    llm = engine(model, path, num_blocks=DEVICE_BLOCKS[model], max_step_tokens=48, async_scheduling=async_scheduling)
     resets = 0
 
     def step():
@@ -78,8 +82,15 @@ def main(path, model, async_scheduling, life, todo):
         step()
     llm.check()
     llm.connector.check()
+    # Host memory serves, whatever the store below it lost: an empty device is asked for the same prompt again.
+    first = llm.generate([prompts[0][0]], 2)
+    llm.scheduler.forget_prefixes()
+    loaded_before = llm.connector.get_stats().get("tokens_loaded host", 0)
+    again = llm.generate([prompts[0][0]], 2)
     stats = dict(llm.connector.get_stats())
     tell(
+        same=first[0].tokens == again[0].tokens,
+        served=stats["tokens_loaded host"] - loaded_before,
         free=llm.scheduler.pool.num_free == llm.scheduler.pool.capacity,
         pending=llm.connector.has_pending_push_work(),
         preemptions=llm.scheduler.num_preemptions,
