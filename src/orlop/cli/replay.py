@@ -17,24 +17,34 @@ if TYPE_CHECKING:  # the engine brings torch, and whoever hands one in has it
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """One request to run: the prompt's token ids and how many tokens to generate. ``where``: the line it came from."""
+    """One request to run: the prompt's token ids and how many tokens to generate. ``where``: the line it came from.
+
+    ``recorded``: tokens of the prompt and of the answer as a trace has them, where it is of one.
+    """
 
     request_id: str
     prompt: list[int]
     max_tokens: int
     where: str = ""
+    recorded: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """One run of a workload. ``tokens`` by request id; ``stats`` are the connector's counters after the drain.
+    """One run of a workload. ``tokens`` by request id, of those that ended; ``stats``: the connector's counters.
 
-    Times in seconds: ``total_s`` from the first request to the end of the last, ``first_token_s`` per request that
-    got a token, from when it was handed to the engine.
+    All else is of the requests that ended and the ``stopped`` ones together. ``needed_tokens``: of prompts and answers,
+    but the last of each, and of a stopped request as far as it came. They were computed, found on the device or loaded;
+    what these come to beyond them was lost to a preemption, or never used. Times in seconds: ``total_s`` from the first
+    request to the end of the last, ``first_token_s`` per request that got a token, from when it was handed to the
+    engine.
     """
 
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    stopped: int = 0
     prompt_tokens: int = 0
+    generated_tokens: int = 0
+    needed_tokens: int = 0
     computed_tokens: int = 0
     device_hit_tokens: int = 0
     loaded_tokens: int = 0
@@ -50,6 +60,11 @@ class RunReport:
             return None
         ordered = sorted(self.first_token_s)
         return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+
+    @property
+    def repeated_tokens(self) -> int:
+        """Computed, found or loaded once more or for nothing."""
+        return self.computed_tokens + self.device_hit_tokens + self.loaded_tokens - self.needed_tokens
 
     @property
     def tokens_loaded_by_tier(self) -> dict[str, int]:
@@ -74,6 +89,7 @@ def replay(
     """
     started, interrupted = time.monotonic(), False
     results: list[Result] = []
+    stopped: list[Result] = []
     num_started = 0
     try:
         while len(results) < len(requests) and not (interrupted := must_stop()):
@@ -86,17 +102,25 @@ def replay(
                 keep(result)
             tell(len(results))
         total_s = time.monotonic() - started
+        ended = {result.request_id for result in results}
+        running = [r.request_id for r in requests[:num_started] if r.request_id not in ended]
+        stopped = [so_far for request_id in running if (so_far := llm.abort(request_id)) is not None]
     finally:
         llm.shutdown()
+    stats = dict(llm.connector.get_stats()) if llm.connector is not None else {}
+    begun = results + stopped
     return RunReport(
         tokens={r.request_id: r.tokens for r in results},
-        prompt_tokens=sum(r.num_prompt_tokens for r in results),
-        computed_tokens=sum(r.computed_tokens for r in results),
-        device_hit_tokens=sum(r.device_hit_tokens for r in results),
-        loaded_tokens=sum(r.loaded_tokens for r in results),
-        preemptions=sum(r.preemptions for r in results),
-        first_token_s=tuple(r.first_token_s for r in results if r.first_token_s is not None),
+        stopped=len(stopped),
+        prompt_tokens=sum(r.num_prompt_tokens for r in begun),
+        generated_tokens=sum(len(r.tokens) for r in begun),
+        needed_tokens=sum(r.needed_tokens for r in begun),
+        computed_tokens=sum(r.computed_tokens for r in begun),
+        device_hit_tokens=sum(r.device_hit_tokens for r in begun),
+        loaded_tokens=int(stats.get("tokens_loaded", 0)),  # also by loads that a stop has cut off
+        preemptions=sum(r.preemptions for r in begun),
+        first_token_s=tuple(r.first_token_s for r in begun if r.first_token_s is not None),
         total_s=total_s,
         interrupted=interrupted,
-        stats=dict(llm.connector.get_stats()) if llm.connector is not None else {},
+        stats=stats,
     )

@@ -15,20 +15,20 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from orlop.cli.compare import Comparison, compare
+from orlop.cli.compare import compare
 from orlop.cli.jsonl import short
 from orlop.cli.prompts import read_prompts
 from orlop.cli.replay import RunReport, RunRequest, replay
 from orlop.cli.settings import read_settings, refuse_unwritable, unwritable
 from orlop.cli.stopping import STOPPED, stop_signals
-from orlop.cli.summary import ChunksTooLong, print_summary, summarise
+from orlop.cli.summary import NothingLoaded, Scaled, print_summary, summarise
 from orlop.cli.traces import read_requests
 from orlop.config import MOST_BYTES, OrlopConfig
 from orlop.engine.blocks import BlockPool
@@ -103,25 +103,15 @@ def run(options: RunOptions) -> int:
                 prompts = {r.request_id: r.prompt for r in requests}
                 verdict = compare(prompts, without.tokens, offloaded.report.tokens, judge.logits_after)
         stopped = must_stop()
-    _say(options, engine, without, offloaded, verdict)
-    if stopped:
-        return STOPPED
-    return DIFFERS if verdict is not None and verdict.different else ENDED
-
-
-def _say(
-    options: RunOptions,
-    engine: EngineConfig,
-    without: RunReport | None,
-    offloaded: _Offloaded | None,
-    verdict: Comparison | None,
-) -> None:
-    report, too_long = (offloaded.report, offloaded.too_long) if offloaded is not None else (None, None)
-    summary = summarise(asdict(engine), without, report, verdict, too_long)
+    report, nothing_loaded = (offloaded.report, offloaded.nothing_loaded) if offloaded is not None else (None, None)
+    summary = summarise(asdict(engine), without, report, verdict, nothing_loaded, Scaled.of(requests))
     if options.as_json:
         print(json.dumps(summary))
     else:
         print_summary(summary)
+    if stopped:
+        return STOPPED
+    return DIFFERS if verdict is not None and verdict.different else ENDED
 
 
 # --- what is to be done ---------------------------------------------------------------------------------------
@@ -295,7 +285,7 @@ class _Offloaded:
 
     report: RunReport
     identity: Mapping[str, Any]
-    too_long: ChunksTooLong | None
+    nothing_loaded: NothingLoaded | None
 
 
 def _with_offload(
@@ -317,9 +307,7 @@ def _with_offload(
         report = _replay("with offload", llm, requests, options, must_stop, keep)
     block_bytes = options.block_tokens * engine.model.kv_bytes_per_token
     chunk_tokens = settings.chunk_blocks(spec.groups, block_bytes) * options.block_tokens
-    longest = max(len(r.prompt) for r in requests)
-    fits = report.stats.get("store_bytes") or chunk_tokens <= longest
-    return _Offloaded(report, spec.identity, None if fits else ChunksTooLong(chunk_tokens, longest))
+    return _Offloaded(report, spec.identity, NothingLoaded.of(report, requests, chunk_tokens))
 
 
 def _metrics_server(port: int | None, stack: ExitStack) -> MetricsServer | None:
@@ -392,8 +380,9 @@ class _Judge:
 
 
 def _fingerprint(identity: Mapping[str, Any], engine: EngineConfig, requests: list[RunRequest]) -> str:
-    """A digest of all that determines a run without offload."""
+    """A digest of all that determines a run without offload, and what is known of it."""
     work = [identity, asdict(engine), [(r.request_id, r.prompt, r.max_tokens) for r in requests], torch.__version__]
+    work.append([field.name for field in fields(RunReport)])
     return hashlib.sha256(json.dumps(work).encode()).hexdigest()
 
 

@@ -28,7 +28,6 @@ from orlop.cli.stored import KEPT, NamespaceReport, Stored, open_folder
 from orlop.core import DIGEST_BYTES
 from orlop.errors import ConfigError
 from orlop.host.limits import legible_bytes
-from orlop.stores.disk.folder import DiskFolder
 from orlop.tiering.base import StoredChunk
 
 WELL, DAMAGED = 0, 1
@@ -165,10 +164,6 @@ def _say_verified(
 def run_gc(path: Path, as_json: bool) -> int:
     """Give space back that holds no chunk."""
     folder = open_folder(path)
-    if not isinstance(folder, DiskFolder):
-        raise ConfigError(
-            f"{path}: found a {folder.kind} store, expected a disk store; the engines of this one collect"
-        )
     busy = folder.engines()
     try:
         freed = folder.collect()
@@ -177,7 +172,7 @@ def run_gc(path: Path, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"path": str(path), "freed_bytes": freed, "engines": busy}))
     else:
-        left = f"; {busy} lanes that engines have were left alone" if busy else ""
+        left = f"; engines that have it open: {busy}, what they write to was left alone" if busy else ""
         print(f"freed {legible_bytes(freed)}{left}")
     return WELL
 

@@ -6,19 +6,24 @@ do not hold, or that does not follow from them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from orlop.cli.compare import Comparison
-from orlop.cli.replay import RunReport
+from orlop.cli.replay import RunReport, RunRequest
 
 Figures = Mapping[str, int | float | None]
 
 LABELS = {
+    "requests": "requests that ended",
+    "requests_stopped": "requests stopped on the way",
+    "generated_tokens": "tokens generated",
+    "needed_tokens": "tokens needed",
+    "repeated_tokens": "tokens again or unused",
     "computed_tokens": "tokens computed",
     "device_hit_tokens": "tokens found on the device",
     "loaded_tokens": "tokens loaded",
@@ -31,14 +36,51 @@ LABELS = {
 TIER = "loaded_tokens_from_"
 RATIOS = {"first_token_p50_ratio": "first_token_p50_s", "total_ratio": "total_s"}
 SHOWN_DIFFERENCES = 5
+HOW_IT_ADDS_UP = (
+    "needed: prompts and answers, but the last token of each; computed + found + loaded = needed + again or unused"
+)
 
 
 @dataclass(frozen=True, slots=True)
-class ChunksTooLong:
-    """Why nothing was stored: the tokens of a chunk, and those of the longest prompt, which are fewer."""
+class NothingLoaded:
+    """Why nothing was loaded. ``short_prompts``: none has a whole chunk and a token that is computed after it.
 
+    ``on_device``: what was asked for again was there. ``all_new``: no prompt begins with a chunk that was stored.
+    """
+
+    why: Literal["short_prompts", "on_device", "all_new"]
     chunk_tokens: int
     longest_prompt_tokens: int
+
+    @classmethod
+    def of(cls, report: RunReport, requests: Sequence[RunRequest], chunk_tokens: int) -> NothingLoaded | None:
+        """None where something was loaded, or would have been later in a run that was stopped."""
+        longest = max(len(r.prompt) for r in requests)
+        if report.loaded_tokens:
+            return None
+        if longest <= chunk_tokens:
+            return cls("short_prompts", chunk_tokens, longest)
+        if report.interrupted:
+            return None
+        return cls("on_device" if report.device_hit_tokens else "all_new", chunk_tokens, longest)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A trace that is run smaller or larger than it was recorded: tokens of all its prompts, and to generate."""
+
+    recorded_prompt_tokens: int
+    prompt_tokens: int
+    recorded_output_tokens: int
+    output_tokens: int
+
+    @classmethod
+    def of(cls, requests: Sequence[RunRequest]) -> Scaled | None:
+        """None where prompts and answers are as long as recorded, or were not recorded."""
+        recorded = [r.recorded or (len(r.prompt), r.max_tokens) for r in requests]
+        prompts, outputs = (sum(tokens) for tokens in zip(*recorded, strict=True))
+        scaled = cls(prompts, sum(len(r.prompt) for r in requests), outputs, sum(r.max_tokens for r in requests))
+        return scaled if (scaled.prompt_tokens, scaled.output_tokens) != (prompts, outputs) else None
 
 
 def summarise(
@@ -46,7 +88,8 @@ def summarise(
     without: RunReport | None,
     offloaded: RunReport | None,
     verdict: Comparison | None,
-    no_chunk_filled: ChunksTooLong | None = None,
+    nothing_loaded: NothingLoaded | None = None,
+    scaled: Scaled | None = None,
 ) -> dict[str, Any]:
     """The mapping that ``orlop run --json`` prints. Keys say their unit; None stands for what there is none of."""
     runs = with_ratios({name: figures_of(r) for name, r in (("w", without), ("o", offloaded)) if r is not None})
@@ -56,7 +99,8 @@ def summarise(
         "without_offload": runs.get("w"),
         "with_offload": runs.get("o"),
         "tokens": asdict(verdict) if verdict is not None else None,
-        "no_chunk_filled": asdict(no_chunk_filled) if no_chunk_filled is not None else None,
+        "nothing_loaded": asdict(nothing_loaded) if nothing_loaded is not None else None,
+        "trace": asdict(scaled) if scaled is not None else None,
         "stats": dict(offloaded.stats) if offloaded is not None else {},
     }
 
@@ -65,7 +109,11 @@ def figures_of(report: RunReport) -> dict[str, int | float | None]:
     """The figures of one run, in the order in which a table shows them."""
     return {
         "requests": len(report.tokens),
+        "requests_stopped": report.stopped,
         "prompt_tokens": report.prompt_tokens,
+        "generated_tokens": report.generated_tokens,
+        "needed_tokens": report.needed_tokens,
+        "repeated_tokens": report.repeated_tokens,
         "computed_tokens": report.computed_tokens,
         "device_hit_tokens": report.device_hit_tokens,
         "loaded_tokens": report.loaded_tokens,
@@ -102,25 +150,57 @@ def print_summary(summary: Mapping[str, Any]) -> None:
         console.print(
             table_of(columns, title=f"{engine['num_blocks']} device blocks of {engine['block_tokens']} tokens")
         )
-    if (hint := summary["no_chunk_filled"]) is not None:
-        console.print(
-            f"no chunk was filled: a chunk is {hint['chunk_tokens']} tokens, the longest prompt has "
-            f"{hint['longest_prompt_tokens']}; set blocks_per_chunk",
-            soft_wrap=True,
-        )
+    for line in (_on_scale(summary["trace"]), _on_nothing_loaded(summary["nothing_loaded"])):
+        if line:
+            console.print(line, soft_wrap=True, highlight=False)
     if summary["interrupted"]:
-        console.print("stopped: the figures are of what was done until then")
+        console.print(
+            "stopped: the figures are of what was done until then, also for requests that did not end", soft_wrap=True
+        )
     if summary["tokens"] is not None:
         print_verdict(console, summary["tokens"])
 
 
+def _on_scale(trace: Mapping[str, int] | None) -> str:
+    if trace is None:
+        return ""
+    parts = []
+    if trace["prompt_tokens"] != trace["recorded_prompt_tokens"]:
+        parts.append(
+            f"{trace['prompt_tokens']:,} prompt tokens for its {trace['recorded_prompt_tokens']:,} "
+            "(--tokens-per-trace-block)"
+        )
+    if trace["output_tokens"] != trace["recorded_output_tokens"]:
+        parts.append(
+            f"{trace['output_tokens']:,} tokens to generate for its {trace['recorded_output_tokens']:,} (--max-output)"
+        )
+    return f"the trace is scaled: {', '.join(parts)}"
+
+
+def _on_nothing_loaded(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    reasons = {
+        "short_prompts": f"a chunk is {found['chunk_tokens']} tokens and the longest prompt has "
+        f"{found['longest_prompt_tokens']}, expected more than a chunk; give longer prompts (of a trace: "
+        "--tokens-per-trace-block) or lower blocks_per_chunk in --config",
+        "on_device": "what was asked for again was still on the device; lower --device-blocks, or run it again on a "
+        "tier that stays (--config, --files-path)",
+        "all_new": "no prompt begins with a chunk that was stored; run it again on a tier that stays (--config, "
+        "--files-path)",
+    }
+    return f"nothing was loaded: {reasons[found['why']]}"
+
+
 def table_of(columns: Mapping[str, Figures], title: str | None = None) -> Table:
     """One column per run, one row per figure; the run with the most figures names the rows."""
-    table = Table(title=title)
+    table = Table(title=title, caption=HOW_IT_ADDS_UP)
     table.add_column("")
     for name in columns:
         table.add_column(name, justify="right")
     for figure in max(columns.values(), key=len):
+        if figure == "requests_stopped" and not any(column.get(figure) for column in columns.values()):
+            continue
         table.add_row(label(figure), *(shown(figure, column.get(figure)) for column in columns.values()))
     return table
 

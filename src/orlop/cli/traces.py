@@ -86,6 +86,7 @@ def read_requests(
             prompt=prompt_of(line, tokens_per_block or line.format.scaled_tokens, vocab_size),
             max_tokens=max(1, min(line.output_length, max_output)),
             where=f"{path}, line {line.number}",
+            recorded=(line.input_length, line.output_length),
         )
         for line in overlaid(list(itertools.islice(read_lines(path), limit)), overlay)
     ]

@@ -112,8 +112,9 @@ class Result:
     """One request when it ended. Times in seconds from its arrival; ``first_token_s`` None: it got none.
 
     ``text`` is that of ``tokens``, None where the model has no tokenizer. ``finish_reason``: ``length`` (all
-    ``max_tokens``), ``stop`` (a stop or end token, which is the last of ``tokens``) or ``abort``. Prompt and generated
-    tokens were computed, found on the device or loaded; what was computed again after a preemption counts each time.
+    ``max_tokens``), ``stop`` (a stop or end token, which is the last of ``tokens``) or ``abort``. ``needed_tokens``
+    were computed, found on the device or loaded: those of prompt and answer but the last one, of an aborted request as
+    far as it came. What a preemption takes is computed, found or loaded once more, and counts each time.
     """
 
     request_id: str
@@ -124,6 +125,7 @@ class Result:
     computed_tokens: int
     device_hit_tokens: int
     loaded_tokens: int
+    needed_tokens: int
     first_token_s: float | None
     total_s: float
     preemptions: int
@@ -486,6 +488,7 @@ class LLM:
             computed_tokens=seq.computed_tokens,
             device_hit_tokens=seq.device_hit_tokens,
             loaded_tokens=seq.loaded_tokens,
+            needed_tokens=seq.num_needed_tokens,
             first_token_s=None if seq.first_token_s is None else seq.first_token_s - seq.arrival_s,
             total_s=self._clock() - seq.arrival_s,
             preemptions=seq.num_preemptions,

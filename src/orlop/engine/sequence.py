@@ -82,6 +82,7 @@ class Sequence:
         self.device_hit_tokens = 0
         self.loaded_tokens = 0
         self.computed_tokens = 0
+        self._most_computed_tokens = 0
 
         self._block_tokens = block_tokens
         self._stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens)
@@ -122,6 +123,11 @@ class Sequence:
         """Whether the last known token is the last one there will be."""
         return self.has_stopped or self.num_generated_tokens >= self.params.max_tokens
 
+    @property
+    def num_needed_tokens(self) -> int:
+        """Known tokens whose KV was there at one time; of what has ended, all but the last."""
+        return min(max(self._most_computed_tokens, self.num_computed_tokens), self.num_tokens - 1)
+
     def tables(self) -> tuple[list[int], ...]:
         """Its block tables as they are now, one per KV group: copies."""
         return tuple(list(table) for table in self.block_ids)
@@ -135,6 +141,7 @@ class Sequence:
         """Its blocks have been freed: all of it is to be computed, should it run again."""
         for table in self.block_ids:
             table.clear()
+        self._most_computed_tokens = max(self._most_computed_tokens, self.num_computed_tokens)
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.num_loading_tokens = 0

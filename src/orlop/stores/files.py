@@ -26,7 +26,7 @@ import stat
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ import xxhash
 
 from orlop.core import PAGE_BYTES, Outcome, align_up
 from orlop.errors import ConfigError, InvariantError, StoreError
-from orlop.stores.files_folder import LAYOUT_VERSION, FilesFolder
+from orlop.stores.files_folder import LAYOUT_VERSION, LEFTOVER_AGE_S, LOCK_SUFFIX, FilesFolder, tree_bytes
 from orlop.stores.posix import (
     FULL,
     GONE,
@@ -94,7 +94,7 @@ class FilesStore(ChunkStore):
         scan_interval_s: float = 60.0,
         scan_wait_s: float = 5.0,
         touch_interval_s: float = 60.0,
-        leftover_age_s: float = 3600.0,
+        leftover_age_s: float = LEFTOVER_AGE_S,
         recover_after_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -108,6 +108,7 @@ class FilesStore(ChunkStore):
         self._root = self._folder.root
         self._max_bytes = max_bytes
         self._touch_interval_s = touch_interval_s
+        self._leftover_age_s = leftover_age_s
         self._clock = clock
         self._wall_clock = wall_clock
         self._key_locks = [threading.Lock() for _ in range(_KEY_LOCKS)]
@@ -124,7 +125,7 @@ class FilesStore(ChunkStore):
         self._complaints = Complaints(f"files tier in {path}", clock)
         self._answers = _Answers(contains_ttl_s, clock)
         self._open_directory()
-        self._writer = _Writer(self._root / "tmp", leftover_age_s, wall_clock)
+        self._writer = _Writer(self._folder.tmp)
         self._direct = direct_io != "off" and self._probe_direct_io(required=direct_io == "on")
         self._scan_wait_until = time.monotonic() + scan_wait_s
         self._scanned = threading.Event()
@@ -452,7 +453,7 @@ class FilesStore(ChunkStore):
     def rescan(self) -> None:
         """Bring the books up to date with what others did in the directory, and collect what dead writers left."""
         with self._scan_lock:
-            collected = self._writer.collect_leftovers()
+            collected = self._folder.collect_leftovers(self._writer.token, self._leftover_age_s, self._wall_clock())
             foreign = self._foreign_elsewhere()
             with self._lock:
                 unseen = set(self._index)
@@ -460,7 +461,7 @@ class FilesStore(ChunkStore):
                 if self._closing.is_set():
                     return
                 if key is None:
-                    foreign += _tree_bytes(entry.path)
+                    foreign += tree_bytes(entry.path)
                 elif key in unseen:
                     unseen.remove(key)
                 else:
@@ -469,7 +470,7 @@ class FilesStore(ChunkStore):
                 self._vanished(key)
             with self._lock:
                 self._foreign_bytes = foreign
-                self._counts["leftovers_collected"] += collected
+                self._counts["leftovers_collected"] += len(collected)
             if not self._scanned.is_set():
                 self._sort_by_use()
                 self._scanned.set()
@@ -489,7 +490,7 @@ class FilesStore(ChunkStore):
     def _foreign_elsewhere(self) -> int:
         """Bytes outside our layout that count and are not ours to evict: other versions, other writers' files."""
         others = (e for e in entries(self._path) if _VERSION_NAME.fullmatch(e.name) and e.name != LAYOUT_VERSION)
-        return self._writer.bytes_of_others() + sum(_tree_bytes(entry.path) for entry in others)
+        return self._writer.bytes_of_others() + sum(tree_bytes(entry.path) for entry in others)
 
     def _shrink(self) -> None:
         """Evict until what is there is under the bound: it was lowered, or others have written."""
@@ -623,31 +624,29 @@ class _Answers:
 
 
 class _Writer:
-    """Names for files being written, that no other writer has, and the end of those whose writer is dead.
+    """Names for files being written, that no other writer has.
 
     A writer is a random token and a lock file that it holds locked; the kernel lets the lock go with the process.
     Claimed at the first use, since a read-only directory can still be read from.
     """
 
-    def __init__(self, directory: Path, leftover_age_s: float, wall_clock: Callable[[], float]) -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._leftover_age_s = leftover_age_s
-        self._wall_clock = wall_clock
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._token = ""
+        self.token = ""
         self._lock_fd = -1
 
     def new_name(self) -> str:
         with self._lock:
-            if not self._token:
+            if not self.token:
                 self._claim()
-            return f"{self._directory}/{self._token}-{next(self._numbers):x}"
+            return f"{self._directory}/{self.token}-{next(self._numbers):x}"
 
     def renew(self) -> None:
         """The directory went away, and the lock file with it."""
         with self._lock:
-            if not self._token or not os.path.exists(self._lock_path(self._token)):
+            if not self.token or not os.path.exists(self._lock_path(self.token)):
                 self._release()
                 self._claim()
 
@@ -655,63 +654,30 @@ class _Writer:
         with self._lock:
             self._release()
 
-    def collect_leftovers(self) -> int:
-        """Remove what dead writers left; how many files."""
-        by_token: dict[str, list[str]] = {}
-        for entry in entries(self._directory):
-            by_token.setdefault(re.split(r"[-.]", entry.name)[0], []).append(entry.path)
-        by_token.pop(self._token, None)
-        return sum(self._collect(token, paths) for token, paths in by_token.items())
-
     def bytes_of_others(self) -> int:
-        own = f"{self._token}-"
-        return sum(
-            _tree_bytes(e.path) for e in entries(self._directory) if not (self._token and e.name.startswith(own))
-        )
+        own = f"{self.token}-"
+        return sum(tree_bytes(e.path) for e in entries(self._directory) if not (self.token and e.name.startswith(own)))
 
     def _lock_path(self, token: str) -> str:
-        return f"{self._directory}/{token}.lock"
+        return f"{self._directory}/{token}{LOCK_SUFFIX}"
 
     def _claim(self) -> None:
         self._directory.mkdir(exist_ok=True)
-        while not self._token:
+        while not self.token:
             token = os.urandom(8).hex()
             fd = os.open(self._lock_path(token), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
             # A collector may have met the file between the two calls; then it has it, or has removed it.
             if try_lock(fd) is not False and os.fstat(fd).st_nlink:
-                self._token, self._lock_fd = token, fd
+                self.token, self._lock_fd = token, fd
             else:
                 os.close(fd)
 
     def _release(self) -> None:
-        if self._token:
+        if self.token:
             with suppress(OSError):
-                os.unlink(self._lock_path(self._token))
+                os.unlink(self._lock_path(self.token))
             os.close(self._lock_fd)
-            self._token = ""
-
-    def _collect(self, token: str, paths: list[str]) -> int:
-        lock_path = self._lock_path(token)
-        files = [path for path in paths if path != lock_path]
-        try:
-            fd = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return self._remove_aged(files)
-        try:
-            locked = try_lock(fd)
-            if not locked:
-                return self._remove_aged(files) if locked is None else 0
-            # The lock file last: without it the others would have to wait for their age.
-            collected = _remove(files)
-            _remove([lock_path])
-            return collected
-        finally:
-            os.close(fd)
-
-    def _remove_aged(self, paths: Iterable[str]) -> int:
-        """Where locks do not tell: what nobody has written to for long."""
-        now = self._wall_clock()
-        return _remove(path for path in paths if now - _mtime(path, now) > self._leftover_age_s)
+            self.token = ""
 
 
 # --- the file system -------------------------------------------------------------------------------------
@@ -754,33 +720,6 @@ def _regular_size(path: str) -> int | None:
     except OSError:
         return None
     return found.st_size if stat.S_ISREG(found.st_mode) else None
-
-
-def _mtime(path: str, default: float) -> float:
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return default
-
-
-def _tree_bytes(path: str) -> int:
-    """Whole pages of a file, or of all files below a directory."""
-    try:
-        found = os.lstat(path)
-    except OSError:
-        return 0
-    if stat.S_ISDIR(found.st_mode):
-        return sum(_tree_bytes(entry.path) for entry in entries(path))
-    return align_up(found.st_size)
-
-
-def _remove(paths: Iterable[str]) -> int:
-    removed = 0
-    for path in paths:
-        with suppress(OSError):
-            os.unlink(path)
-            removed += 1
-    return removed
 
 
 def _nobody(key: bytes) -> None:

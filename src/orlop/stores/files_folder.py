@@ -1,7 +1,7 @@
 """The directory of the files store, for the store and for tools beside it: what lies where.
 
-In: a path. Out: chunks with key, size and age, the bytes of one, who has the directory open. Never: a file made, a use
-noted, a lock that a writer would wait for.
+In: a path. Out: chunks with key, size and age, the bytes of one, who has the directory open; without what dead writers
+left, where that is asked for. Never: a file made, a use noted, a lock that a writer would wait for.
 
     <path>/<digest>.json                  a namespace in clear, for people and tools
     <path>/v1/tmp/<token>.lock            one per writer, locked as long as its process lives
@@ -14,23 +14,27 @@ run beside engines that use the directory; a chunk that goes meanwhile is a chun
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import xxhash
 
-from orlop.core import DIGEST_BYTES
+from orlop.core import DIGEST_BYTES, align_up
 from orlop.stores.posix import entries, try_lock
 from orlop.tiering.base import StoredChunk
 
 LAYOUT_VERSION = "v1"
+LOCK_SUFFIX = ".lock"
+LEFTOVER_AGE_S = 3600.0
+"""After which a file that nobody has written to is taken for left over, where locks do not tell."""
 _FAN_OUT_DIGITS = 3
-_LOCK_SUFFIX = ".lock"
 
 
 class FilesFolder:
@@ -41,6 +45,7 @@ class FilesFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.root = self.path / LAYOUT_VERSION
+        self.tmp = self.root / "tmp"
 
     @classmethod
     def lies_in(cls, path: Path) -> bool:
@@ -88,8 +93,51 @@ class FilesFolder:
 
     def engines(self) -> int:
         """How many writers have the directory open now; those on other hosts count where the locks reach there."""
-        locks = (e for e in entries(self.root / "tmp") if e.name.endswith(_LOCK_SUFFIX))
+        locks = (e for e in entries(self.tmp) if e.name.endswith(LOCK_SUFFIX))
         return sum(_is_locked(entry.path) for entry in locks)
+
+    def collect(self) -> int:
+        """Remove what dead writers left half written, and empty directories; bytes freed.
+
+        ``OSError``: not allowed here; what is left does no harm.
+        """
+        for directory in (self.root, self.tmp):
+            if directory.exists() and not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
+        freed = sum(self.collect_leftovers())
+        for _ in self.walk(remove_empty=True):
+            pass
+        return freed
+
+    def collect_leftovers(self, own: str = "", age_s: float = LEFTOVER_AGE_S, now: float | None = None) -> list[int]:
+        """Remove files whose writers are dead; the bytes of each. ``own``: the token of the writer that asks.
+
+        Where locks do not tell, those go that nobody has written to for ``age_s`` seconds before ``now`` (wall clock).
+        """
+        by_token: dict[str, list[str]] = {}
+        for entry in entries(self.tmp):
+            by_token.setdefault(re.split(r"[-.]", entry.name)[0], []).append(entry.path)
+        by_token.pop(own, None)
+        cutoff = (time.time() if now is None else now) - age_s
+        return [nbytes for token, paths in by_token.items() for nbytes in self._collect(token, paths, cutoff)]
+
+    def _collect(self, token: str, paths: list[str], cutoff: float) -> list[int]:
+        lock_path = f"{self.tmp}/{token}{LOCK_SUFFIX}"
+        files = [path for path in paths if path != lock_path]
+        try:
+            fd = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe may lie there
+        except OSError:
+            return _remove(files, cutoff)
+        try:
+            locked = try_lock(fd)
+            if not locked:
+                return _remove(files, cutoff) if locked is None else []
+            # The lock file last: without it the others would have to wait for their age.
+            collected = _remove(files)
+            _remove([lock_path])
+            return collected
+        finally:
+            os.close(fd)
 
     def chunks(self) -> Iterator[tuple[bytes, os.DirEntry[str]]]:
         return ((key, entry) for key, entry in self.walk() if key is not None)
@@ -133,6 +181,29 @@ def _is_locked(path: str) -> bool:
         return try_lock(fd) is False
     finally:
         os.close(fd)
+
+
+def _remove(paths: Iterable[str], cutoff: float = float("inf")) -> list[int]:
+    """Remove files last written to before ``cutoff`` (wall-clock seconds); the bytes of each that is gone."""
+    removed = []
+    for path in paths:
+        with suppress(OSError):
+            found = os.lstat(path)
+            if found.st_mtime < cutoff:
+                os.unlink(path)
+                removed.append(align_up(found.st_size))
+    return removed
+
+
+def tree_bytes(path: str) -> int:
+    """Whole pages of a file, or of all files below a directory."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return 0
+    if stat.S_ISDIR(found.st_mode):
+        return sum(tree_bytes(entry.path) for entry in entries(path))
+    return align_up(found.st_size)
 
 
 def _rmdir(path: str) -> None:
