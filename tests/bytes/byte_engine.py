@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from orlop import connector
 from orlop.config import OrlopConfig
 from orlop.connector import OffloadingConnector
 from orlop.core import EngineSpec, Geometry, KVGroup, Reservation
@@ -23,8 +24,9 @@ from orlop.testing.byte_device import ByteDevice
 from orlop.testing.request_runner import EngineRequest, RequestRunner
 from orlop.tiering.breaker import BreakerState
 
-# A loaded machine must not change what is found, only when.
-PATIENT = {"lookup": "20s", "promotion": "60s", "cascade": "120s"}
+# A loaded machine must not change what is found, only when: neither by a tier's deadlines nor by those of a start.
+PATIENT = {"lookup": "60s", "promotion": "60s", "cascade": "120s"}
+connector.TIER_START_TIMEOUT_S = connector.MEMORY_START_TIMEOUT_S = 60.0
 FULL = (KVGroup(0, 4, layers=("a", "b")),)
 HYBRID = (KVGroup(0, 4, layers=("a", "b")), KVGroup(1, 4, sliding_window=8, layers=("c", "d")))
 
@@ -37,14 +39,22 @@ class RealClock:
 
     A step lets go of the interpreter for a moment, as a forward does; a loop that never did would starve the threads
     that copy and send, whose every turn then takes a whole switch interval.
+
+    ``skips_s``: so much more than the machine's time goes by in each step, for a test that is about a deadline; one
+    so short that a machine meets it by itself would be met elsewhere too.
     """
+
+    def __init__(self) -> None:
+        self.skips_s = 0.0
+        self._skipped_s = 0.0
 
     @property
     def now(self) -> float:
-        return time.monotonic()
+        return time.monotonic() + self._skipped_s
 
     def advance(self, seconds: float) -> float:
         time.sleep(FORWARD_S)
+        self._skipped_s += self.skips_s
         return self.now
 
 
@@ -88,11 +98,12 @@ class Engine:
         specs = [EngineSpec(**says, rank=r) for r in range(ranks)]
         size: dict[str, Any] = {"blocks": 40, "token_budget": 32, **runner}
         self.device = device(Geometry(groups, 4, 2), ranks=ranks, blocks=size["blocks"])
+        self.clock = RealClock()
         self.refused: list[OrlopError | ConnectionError] = []
         self.workers = [worker(config, s) for s in specs]
         try:
             self._register_all()
-            self.connector = OffloadingConnector.scheduler(config, specs[0])
+            self.connector = OffloadingConnector.scheduler(config, specs[0], clock=lambda: self.clock.now)
         except BaseException:
             for worker in self.workers:
                 worker.shutdown()
@@ -108,7 +119,7 @@ class Engine:
             half,
             half.geometry,
             ranks=ranks,
-            clock=RealClock(),  # type: ignore[arg-type]
+            clock=self.clock,  # type: ignore[arg-type]
             device=self.device,  # type: ignore[arg-type]
             checks=(self.connector.check,),
             **size,
@@ -220,3 +231,21 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
         if rng.random() < 0.3 and len(root) < 60:
             root.extend(rng.randrange(1000) for _ in range(8))
     return made
+
+
+def load_what_is_published(engine: Engine, path: Path, wanted: list[list[int]]) -> int:
+    """Every leading chunk of a prompt that lies in the directory is loaded, as far as a hit may reach; these tokens."""
+    published = path / "v1" / engine.manager._namespace.digest.hex()
+    expected = 0
+    for prompt in wanted:
+        names = {entry.name for entry in published.rglob("*") if entry.is_file()}
+        request = engine.runner.add(prompt)
+        keys = request.block_hashes[1::2]
+        there = next((i for i, key in enumerate(keys) if f"{key.hex()}00000000" not in names), len(keys))
+        reach = min(8 * there, (len(prompt) - 1) // 4 * 4)  # of whole chunks; at least one token is computed
+        engine.run()
+        engine.runner.pool.reset()
+        assert request.was_external >= reach, f"{reach} tokens are published, {request.was_external} were found"
+        expected += reach
+    assert expected or not any(published.rglob("*"))
+    return expected

@@ -14,7 +14,9 @@ def main() -> None:
         "type": "orlop.testing.slow_store:SlowStore",
         "deadline": {"lookup": "50ms", "promotion": "100ms", "cascade": "200ms"},
     }
-    engine = Engine(Path("unused"), "hung", FULL, 1, tier, io_process=sys.argv[1] == "process")
+    engine = Engine(
+        Path("unused"), "hung", FULL, 1, tier, io_process=sys.argv[1] == "process", settings={"drain_deadline": "300ms"}
+    )
     for number, prompt in enumerate(prompts(random.Random(0), 40)):
         engine.runner.add(prompt, 2, req_id=f"r{number}")
         engine.runner.step()

@@ -18,7 +18,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for path in lists for child in path.read_text(encoding="ascii").split()]
 
 
-def is_gone(pid: int, timeout_s: float = 30.0) -> bool:
+def is_gone(pid: int, timeout_s: float = 60.0) -> bool:
     """Whether the process ends by itself within the limit; asks the kernel, which tells through a pidfd."""
     try:
         fd = os.pidfd_open(pid)

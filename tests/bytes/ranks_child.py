@@ -17,12 +17,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from byte_engine import FULL, HYBRID, PATIENT, Engine, prompts
+from byte_engine import FULL, HYBRID, PATIENT, Engine, load_what_is_published, prompts
 from rank_processes import RankGone, RankProcesses, RemoteRank
 
 RANK_IS_GONE = 3
 GROUPS = {"full": FULL, "hybrid": HYBRID}
-CHUNK_TOKENS = 8
 STORE_BYTES = 16 << 20
 
 
@@ -69,7 +68,7 @@ def main() -> None:
         watch.armed = False  # then its step finds out, and the scheduler half ends in order
     try:
         if deed == "look":
-            look(engine, path)
+            print("found", load_what_is_published(engine, path, prompts(random.Random(0), 200)[::8]), flush=True)
         else:
             serve(engine, rng, 40 if deed == "drain" else None)
         watch.armed = False
@@ -96,24 +95,6 @@ def serve(engine: Engine, rng: random.Random, count: int | None) -> None:
         for _ in range(rng.randrange(1, 4)):
             engine.runner.step()
         print(number, flush=True)
-
-
-def look(engine: Engine, path: Path) -> None:
-    """Every leading chunk of a prompt that lies in the directory is loaded, as far as a hit may reach."""
-    published = path / "v1" / engine.manager._namespace.digest.hex()
-    expected = 0
-    for prompt in prompts(random.Random(0), 200)[::8]:
-        names = {entry.name for entry in published.rglob("*") if entry.is_file()}
-        request = engine.runner.add(prompt)
-        keys = request.block_hashes[1::2]
-        there = next((i for i, key in enumerate(keys) if f"{key.hex()}00000000" not in names), len(keys))
-        reach = min(CHUNK_TOKENS * there, (len(prompt) - 1) // 4 * 4)
-        engine.run()
-        engine.runner.pool.reset()
-        assert request.was_external >= reach, f"{reach} tokens are published, {request.was_external} were found"
-        expected += reach
-    assert expected or not list(published.rglob("*"))
-    print("found", expected, flush=True)
 
 
 if __name__ == "__main__":

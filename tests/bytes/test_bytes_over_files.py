@@ -23,14 +23,14 @@ from orlop.core import KVGroup
     [(FULL, False, 1, "files"), (HYBRID, True, 2, "files"), (HYBRID, False, 3, "disk")],
     ids=["full", "hybrid-async", "disk"],
 )
-def test_a_thousand_requests_over_a_tier_with_the_io_process_killed_in_between(
+def test_hundreds_of_requests_over_a_tier_with_the_io_process_killed_in_between(
     tmp_path: Path, groups: tuple[KVGroup, ...], async_scheduling: bool, seed: int, kind: str
 ) -> None:
     rng = random.Random(seed)
     tier = {"type": kind, "path": str(tmp_path), "bytes": "2MiB", "deadline": dict(PATIENT)}
     engine = Engine(tmp_path, f"bytes-{seed}", groups, 1, tier, async_scheduling=async_scheduling)
     try:
-        for number, prompt in enumerate(prompts(rng, 500)):
+        for number, prompt in enumerate(prompts(rng, 400)):
             engine.runner.add(prompt, rng.randrange(1, 6), req_id=f"r{number}")
             if rng.random() < 0.05:
                 engine.runner.abort(f"r{rng.randrange(number + 1)}")

@@ -164,7 +164,6 @@ def test_an_engine_that_has_not_noticed_that_a_rank_is_silent(tmp_path: Path, ra
         "silent",
         FULL,
         2,
-        settings={"store_deadline": "500ms"},
         device=RankProcesses,
         worker=start_rank,  # type: ignore[arg-type]
     )
@@ -174,6 +173,7 @@ def test_an_engine_that_has_not_noticed_that_a_rank_is_silent(tmp_path: Path, ra
         before = engine.serve([rng.randrange(1000) for _ in range(33)])
         os.kill(silent.process.pid, fate)
         silent.silent = True
+        engine.clock.skips_s = 0.1  # to the deadline of what waits for its word
         unseen = [engine.serve([rng.randrange(1000) for _ in range(33)], 3) for _ in range(3)]
         stats = engine.stats()
         assert stats["store_jobs_failed"] == stats["jobs_overdue"] > 0
@@ -187,6 +187,7 @@ def test_an_engine_that_has_not_noticed_that_a_rank_is_silent(tmp_path: Path, ra
         if fate is signal.SIGSTOP:
             os.kill(silent.process.pid, signal.SIGCONT)
             silent.wake()
+            engine.clock.skips_s = 0.0
             engine.until(lambda: engine.stats()["slots_retired"] == 0)
             again = engine.serve(unseen[0].prompt)
             assert again.was_external == 0, "what was settled as failed is served"

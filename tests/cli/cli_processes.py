@@ -1,4 +1,4 @@
-"""Commands in processes of their own, run to their end or stopped on the way."""
+"""Commands run to their end, here or in processes of their own, or stopped on the way."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from unittest import mock
+
+import torch
+
+from orlop.cli.main import main
 
 TIMEOUT_S = 120
 
@@ -18,6 +25,21 @@ def orlop(*arguments):
         timeout=TIMEOUT_S,
         check=False,
     )
+
+
+def orlop_here(*arguments):
+    """As ``orlop``, without a process and its imports, which cost more than what most commands do."""
+    out, err, threads = StringIO(), StringIO(), torch.get_num_threads()
+    command = ["orlop", *map(str, arguments)]
+    with redirect_stdout(out), redirect_stderr(err), mock.patch.object(sys, "argv", command):
+        try:
+            main()
+            code = 0
+        except SystemExit as ended:
+            code = ended.code or 0
+        finally:
+            torch.set_num_threads(threads)
+    return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
 
 
 def stopped(signum, said_before, tmp_path, *arguments, has_temporary=True):

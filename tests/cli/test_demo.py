@@ -116,17 +116,13 @@ def test_a_way_without_a_result_fails(tmp_path, monkeypatch, capsys):
     assert "FAILED: device: its process ended with exit code 2 and no result" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_the_demo_and_its_process(tmp_path, signum):
-    work_dir, said = tmp_path / "work", rb"without offload: [1-9]\d* of"
-    code, out = stopped(signum, said, tmp_path, "demo", "--work-dir", work_dir, has_temporary=False)
+@pytest.mark.parametrize(("signum", "keeps"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_a_signal_stops_the_demo_and_its_process_and_leaves_only_what_was_asked_for(tmp_path, signum, keeps):
+    options = ("--work-dir", tmp_path / "work") if keeps else ()
+    said = rb"without offload: [1-9]\d* of"
+    code, out = stopped(signum, said, tmp_path, "demo", *options, has_temporary=not keeps)
     assert (code, out.splitlines()[-1]) == (130, "stopped")
     assert "FAILED" not in out
-
-
-def test_a_demo_that_is_stopped_leaves_nothing_behind(tmp_path):
-    code, _ = stopped(signal.SIGTERM, rb"without offload: [1-9]\d* of", tmp_path, "demo")
-    assert code == 130
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from byte_engine import PATIENT
 
 from orlop.cli.main import main
 from orlop.cli.stored import Stored, open_folder
@@ -24,7 +25,7 @@ PROMPTS = [[(start + n * n) % 500 for n in range(200)] for start in (0, 1, 2)]
 
 
 def engine(path, blocks_per_chunk=2):
-    files = {"path": str(path), "bytes": "64MiB", "deadline": {"lookup": "60s", "promotion": "60s"}}
+    files = {"path": str(path), "bytes": "64MiB", "deadline": dict(PATIENT)}
     settings = {"host": "4MiB", "blocks_per_chunk": blocks_per_chunk, "files": files, "drain_deadline": "60s"}
     return LLM(EngineConfig(num_blocks=64, drain_deadline_s=60), offload=settings)
 

@@ -162,8 +162,11 @@ class DictConnector:
 
 
 def engine(connector=None, *, offload=None, **settings):
-    """An engine that does not sleep when idle; with the double, with Orlop's own connector, or alone."""
-    settings = {"idle_wait_s": 0.0, "num_blocks": 64, **settings}
+    """An engine that does not sleep when idle; with the double, with Orlop's own connector, or alone.
+
+    A slow machine must not end its drain: what is stored is found by the next one.
+    """
+    settings = {"idle_wait_s": 0.0, "num_blocks": 64, "drain_deadline_s": 60.0, **settings}
     llm = LLM(EngineConfig(**settings), offload=offload, connect=connector.connect if connector else None)
     if connector is not None:
         connector.engine = llm

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from byte_engine import PATIENT
 from safetensors.torch import load_file, save_file
 
 from orlop.engine.llm import LLM, EngineConfig
@@ -132,12 +133,12 @@ def test_identity_is_of_the_weights_and_not_of_the_place(tmp_path):
 
 @pytest.mark.fault("B039")
 def test_a_restart_on_the_same_files_loads_and_other_weights_never_do(tmp_path):
-    tier = {"type": "files", "path": str(tmp_path / "files"), "bytes": "64MiB"}
+    tier = {"type": "files", "path": str(tmp_path / "files"), "bytes": "64MiB", "deadline": dict(PATIENT)}
     offload = {"host": {"bytes": 1 << 20}, "blocks_per_chunk": 1, "io_process": False, "tiers": [tier]}
     prompt = list(range(100))
 
     def loaded_by(directory):
-        with LLM(directory, EngineConfig(num_blocks=64, block_tokens=8), offload) as llm:
+        with LLM(directory, EngineConfig(num_blocks=64, block_tokens=8, drain_deadline_s=60), offload) as llm:
             (result,) = llm.generate([prompt], SamplingParams(5, ignore_eos=True))
         return result.loaded_tokens
 

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from byte_engine import PATIENT
 from engine_doubles import engine, greedy
 
 from orlop.errors import OrlopError
@@ -21,7 +22,8 @@ def settings(request, tmp_path):
     """A host tier of 40 blocks, alone or above a tier whose I/O runs in the engine's process."""
     settings = {"host": {"bytes": 40 * 4 * 512}, "blocks_per_chunk": 2, "io_process": False}
     if request.param != "host":
-        settings["tiers"] = [{"type": request.param, "path": str(tmp_path / request.param), "bytes": "64MiB"}]
+        tier = {"type": request.param, "path": str(tmp_path / request.param), "bytes": "64MiB"}
+        settings["tiers"] = [{**tier, "deadline": dict(PATIENT)}]
     return settings
 
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from byte_engine import PATIENT
 from engine_doubles import engine, greedy, run_checked
 
 from orlop.engine.blocks import NULL_BLOCK, BlockPool
@@ -138,7 +139,7 @@ def offloading(tmp_path, model, host_blocks=400, **settings):
         "host": {"bytes": host_blocks * max(block_bytes, 4096)},
         "blocks_per_chunk": settings.pop("blocks_per_chunk", 1),
         "io_process": False,
-        "tiers": [{"type": "files", "path": str(tmp_path / "files"), "bytes": "64MiB"}],
+        "tiers": [{"type": "files", "path": str(tmp_path / "files"), "bytes": "64MiB", "deadline": dict(PATIENT)}],
     }
     return engine(offload=offload, model=model, **{"block_tokens": 4, "idle_wait_s": 0.0005, **settings})
 

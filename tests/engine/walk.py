@@ -12,11 +12,12 @@ import random
 import sys
 
 import torch
+from byte_engine import PATIENT
 
 from orlop.engine.llm import LLM, EngineConfig
 from orlop.engine.model import ModelConfig
 
-REQUESTS = 300
+REQUESTS = 220
 RESET_EVERY = 40
 BLOCK_TOKENS = 4
 MODELS = {"full": ModelConfig(layers=2), "mixed": ModelConfig(layers=2, windows=(None, 20))}
@@ -43,7 +44,7 @@ def engine(model, path=None, **settings):
     if path is not None:
         store = {"type": "orlop.testing.flaky_store:FlakyStore", "path": path, "bytes": "64MiB"}
         # Patient: what is lost is lost by failures, not because the machine was busy.
-        store["deadline"] = {"lookup": "5s", "promotion": "30s"}
+        store["deadline"] = dict(PATIENT)
         offload = {"host": {"bytes": 50 * 4096}, "blocks_per_chunk": 1, "tiers": [store]}
     return LLM(EngineConfig(model=MODELS[model], block_tokens=BLOCK_TOKENS, **settings), offload=offload)
 
@@ -56,7 +57,14 @@ def main(path, model, async_scheduling, life, todo):
     torch.set_num_threads(1)
     prompts = work()
     source = random.Random(life)
-    llm = engine(model, path, num_blocks=DEVICE_BLOCKS[model], max_step_tokens=48, async_scheduling=async_scheduling)
+    llm = engine(
+        model,
+        path,
+        num_blocks=DEVICE_BLOCKS[model],
+        max_step_tokens=48,
+        async_scheduling=async_scheduling,
+        drain_deadline_s=60.0,
+    )
     resets = 0
 
     def step():
@@ -69,6 +77,9 @@ def main(path, model, async_scheduling, life, todo):
     for count, number in enumerate(todo):
         prompt, max_tokens = prompts[number]
         llm.add_request(prompt, max_tokens, request_id=str(number))
+        if count % 50 == 5:  # surely before its end
+            llm.abort(str(number))
+            tell(aborted=str(number))
         for _ in range(source.randrange(6)):
             step()
         if source.random() < 0.1:
@@ -82,11 +93,15 @@ def main(path, model, async_scheduling, life, todo):
         step()
     llm.check()
     llm.connector.check()
-    # Host memory serves, whatever the store below it lost: an empty device is asked for the same prompt again.
-    first = llm.generate([prompts[0][0]], 2)
+    tail = random.Random(7)
+    # Three that begin small and grow large have no room beside each other.
+    llm.generate([[tail.randrange(512) for _ in range(10)] for _ in range(3)], 90)
+    # Host memory serves, whatever the store below it lost: an empty device is asked once more for what is new to all.
+    fresh = [tail.randrange(512) for _ in range(41)]
+    first = llm.generate([fresh], 2)
     llm.scheduler.forget_prefixes()
     loaded_before = llm.connector.get_stats().get("tokens_loaded host", 0)
-    again = llm.generate([prompts[0][0]], 2)
+    again = llm.generate([fresh], 2)
     stats = dict(llm.connector.get_stats())
     tell(
         same=first[0].tokens == again[0].tokens,

@@ -25,6 +25,7 @@ from orlop.config import parse_size
 from orlop.core import RegionLayout
 from orlop.errors import ConfigError, RegionError, ResourceError
 from orlop.host import region as region_module
+from orlop.host.handover import Listener
 from orlop.host.limits import Limit, check_room, memory_limit_bytes, memory_limits
 from orlop.host.region import HostRegion, socket_name
 
@@ -280,7 +281,7 @@ def test_another_process_sees_the_same_bytes(name: str, plain: bool, children: l
     region = HostRegion.create(LAYOUT, name=name, plain=plain)
     region.serve()
     code = (
-        "r = HostRegion.connect(sys.argv[1], timeout_s=30)\n"
+        "r = HostRegion.connect(sys.argv[1], timeout_s=120)\n"
         "r.slots[5, :4] = 42; r.checksums[5, 1] = 77\n"
         "print(r.layout == eval(sys.argv[2]), flush=True)"
     )
@@ -446,11 +447,21 @@ def test_ranks_of_real_processes_agree_on_one_layout(name: str, children: list[s
     region.close()
 
 
-def test_a_rank_that_does_not_come_is_named_to_all(name: str) -> None:
-    with ThreadPoolExecutor(1) as pool:
+def test_a_rank_that_does_not_come_is_named_to_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, came = Listener.accept, list[socket.socket]()
+
+    def one(self: Listener, timeout_s: float | None) -> socket.socket:
+        """Time is up as soon as one has come."""
+        if came:
+            raise TimeoutError
+        came.append(accept(self, timeout_s))
+        return came[0]
+
+    with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
+        patch.setattr(Listener, "accept", one)
         joined = pool.submit(HostRegion.join, name, 2, (4096,), WAIT_S)
         with pytest.raises(RegionError, match=r"local ranks \[1, 3\] of 4"):
-            HostRegion.gather(name, 4, (4096,), decide, 2.0)
+            HostRegion.gather(name, 4, (4096,), decide, WAIT_S)
         with pytest.raises(RegionError, match=r"local ranks \[1, 3\] of 4"):
             joined.result(timeout=WAIT_S)
     HostRegion.create(LAYOUT, name=name).close()
@@ -524,7 +535,7 @@ def test_killed_processes_leave_nothing_and_the_sixth_start_works(
         "print('up', flush=True); sys.stdin.read()"
     )
     other = (
-        "r = HostRegion.connect(sys.argv[1], timeout_s=30); r.slots[0] = 1; print('up', flush=True); sys.stdin.read()"
+        "r = HostRegion.connect(sys.argv[1], timeout_s=120); r.slots[0] = 1; print('up', flush=True); sys.stdin.read()"
     )
     for _ in range(5):
         pair = [start(creator, name), start(other, name)]

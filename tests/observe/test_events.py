@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from byte_engine import FULL as ONE_GROUP
-from byte_engine import Engine
+from byte_engine import PATIENT, Engine
 from real_stores import chunk_files
 
 from orlop.config import OrlopConfig
@@ -207,7 +207,7 @@ def test_an_overflow_in_a_tier_makes_it_announce_anew(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("io_process", [True, False], ids=["process", "threads"])
 def test_a_listener_knows_which_chunks_are_files(tmp_path: Path, io_process: bool) -> None:
     """Stored, evicted for room under the bound, and found gone."""
-    tier = {"type": "files", "path": str(tmp_path), "bytes": "1MiB", "deadline": {"lookup": "60s", "promotion": "60s"}}
+    tier = {"type": "files", "path": str(tmp_path), "bytes": "1MiB", "deadline": dict(PATIENT)}
     with Engine(tmp_path, "files", ONE_GROUP, 1, tier=tier, settings=EVENTS, io_process=io_process) as engine:
         listener = listen(engine.runner.scheduler)
         prompts = [list(range(1000 * i, 1000 * i + 61)) for i in range(30)]
@@ -231,7 +231,7 @@ def test_a_listener_knows_which_chunks_are_files(tmp_path: Path, io_process: boo
 
 
 def test_a_listener_knows_which_chunks_the_slab_has(tmp_path: Path) -> None:
-    tier = {"type": "disk", "path": str(tmp_path), "bytes": "1MiB", "deadline": {"lookup": "60s", "promotion": "60s"}}
+    tier = {"type": "disk", "path": str(tmp_path), "bytes": "1MiB", "deadline": dict(PATIENT)}
     with Engine(tmp_path, "slab", ONE_GROUP, 1, tier=tier, settings=EVENTS) as engine:
         listener = listen(engine.runner.scheduler)
         for i in range(60):

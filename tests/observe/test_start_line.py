@@ -30,7 +30,8 @@ def start_line(caplog: pytest.LogCaptureFixture) -> str:
 
 
 @pytest.fixture(autouse=True)
-def info(caplog: pytest.LogCaptureFixture) -> None:
+def info(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orlop.connector.COUNT_TIMEOUT_S", 60.0)  # what is not counted by then is not in the line
     caplog.set_level(logging.INFO, "orlop")
 
 

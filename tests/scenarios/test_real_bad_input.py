@@ -51,7 +51,7 @@ def nothing_left() -> Iterator[None]:
     yield
     gc.collect()  # the region's mapping goes with the last view of it
     for thread in set(threading.enumerate()) - threads:
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive(), f"{thread.name} is left"
     assert our_children() <= children
     assert len(os.listdir("/proc/self/fd")) <= descriptors
@@ -403,7 +403,7 @@ def test_a_disk_that_fills_in_the_middle_and_gets_space_again(tmp_path: Path, re
     mounted(request, tmp_path, "size=3m")
     (tmp_path / "others").touch()
     rng = random.Random(1)
-    tier = {"type": "files", "path": str(tmp_path / "t"), "bytes": "64MiB", "deadline": {"lookup": "10s"}}
+    tier = {"type": "files", "path": str(tmp_path / "t"), "bytes": "64MiB", "deadline": dict(PATIENT)}
     with Engine(tmp_path, "full", FULL, 1, tier) as engine:
         traffic(engine, rng, 10)
         fill_up(tmp_path / "others")
@@ -573,7 +573,7 @@ def test_nothing_at_rest_is_unpickled_or_evaluated() -> None:
 )
 def test_a_store_that_lies_costs_hits_and_nothing_else(tmp_path: Path, lie: str, io_process: bool) -> None:
     rng = random.Random(4)
-    tier = {"type": f"real_stores:{lie}", "deadline": {"lookup": "5s"}}
+    tier = {"type": f"real_stores:{lie}", "deadline": dict(PATIENT)}
     with Engine(tmp_path, f"lie-{lie}", FULL, 1, tier, io_process=io_process) as engine:
         traffic(engine, rng, 30)
         engine.load_from_files(rng)
@@ -585,7 +585,7 @@ def test_a_store_that_lies_costs_hits_and_nothing_else(tmp_path: Path, lie: str,
 
 
 def test_a_store_that_is_honest_serves_the_same_traffic(tmp_path: Path) -> None:
-    tier = {"type": "real_stores:MemoryStore", "deadline": {"lookup": "5s"}}
+    tier = {"type": "real_stores:MemoryStore", "deadline": dict(PATIENT)}
     with Engine(tmp_path, "honest", FULL, 1, tier) as engine:
         engine.load_from_files(random.Random(4))
         assert engine.stats()["tokens_loaded 0:real_stores:MemoryStore"] > 0

@@ -61,10 +61,14 @@ def lines_and_bytes(work: Callable[[], Any]) -> tuple[int, int]:
         work()
     finally:
         sys.settrace(before)
+    return count, min(_most_bytes(work) for _ in range(3))  # another thread may hold some at one time
+
+
+def _most_bytes(work: Callable[[], Any]) -> int:
     tracemalloc.start()
     try:
         work()
-        return count, tracemalloc.get_traced_memory()[1]
+        return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
 
@@ -84,7 +88,7 @@ def test_a_store_refused_for_want_of_room_costs_the_same_at_any_size() -> None:
     for slots in SIZES:
         manager = full_and_pinned(slots)
         costs.append(lines_and_bytes(lambda manager=manager: store(manager, run_of(10**9, 8))))
-        assert manager.counters["allocation_failures"] == 3
+        assert manager.counters["allocation_failures"] == 5
     assert costs[0][0] == costs[1][0], "lines that a refusal runs"
     assert costs[1][1] < costs[0][1] + SIZES[0], "bytes that a refusal takes for a while"
 
@@ -96,7 +100,7 @@ def test_the_one_chunk_that_may_leave_is_found_at_any_size() -> None:
         manager = full_and_pinned(slots)
         last = manager._open[max(manager._open)].reservation
         manager.host.unhold(last.slots[-1:])
-        seeds = iter(range(10**9, 10**9 + 3))
+        seeds = iter(range(10**9, 10**9 + 5))
 
         def one(manager: TieringManager = manager, seeds: Any = seeds) -> None:
             assert store(manager, run_of(next(seeds), 1)) == 1
@@ -114,7 +118,7 @@ def test_a_store_that_must_evict_costs_by_what_it_evicts_and_not_by_how_much_is_
             manager = manager_of(slots)
             for start in range(0, slots if full else slots // 2, 100):
                 store(manager, run_of(start, 100))
-            seeds = iter(range(10**9, 10**9 + 3))
+            seeds = iter(range(10**9, 10**9 + 5))
 
             def some(manager: TieringManager = manager, seeds: Any = seeds) -> None:
                 assert store(manager, run_of(next(seeds), 50)) == 50

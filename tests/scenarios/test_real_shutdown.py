@@ -60,7 +60,7 @@ def test_a_shutdown_with_transfers_open_leaves_nothing_and_a_second_one_does_not
     engine.shutdown()
     assert pid is None or not Path(f"/proc/{pid}").exists()
     for thread in our_threads() - before:
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive(), f"{thread.name} outlives the shutdown"
     assert not left_of(held)
     with Engine(tmp_path, "open", groups, 2, io_process=io_process) as engine:  # the region's name is free again

@@ -23,7 +23,7 @@ from orlop.tiering.envelope import part_checksum
 from orlop.tiering.io_messages import StoreSpec
 from orlop.tiering.runner import RunnerOptions, TierRunner
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 """How long a test waits for what must come before it fails."""
 
 LAYOUT = RegionLayout(slots=256, blocks_per_chunk=2, page_bytes=((1000, 500), (3000, 700)))

@@ -26,7 +26,13 @@ from orlop.config import OrlopConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "how-to" / "vllm.md").read_text()
-SMALL = {"ORLOP_HOST_BYTES": "64MB", "ORLOP_TIERS_0_BYTES": "1GB", "ORLOP_DRAIN_DEADLINE": "60s"}
+SMALL = {
+    "ORLOP_HOST_BYTES": "64MB",
+    "ORLOP_TIERS_0_BYTES": "1GB",
+    "ORLOP_DRAIN_DEADLINE": "60s",
+    "ORLOP_TIERS_0_DEADLINE_LOOKUP": "60s",
+    "ORLOP_TIERS_0_DEADLINE_PROMOTION": "60s",
+}
 """What this machine may lack of the page's sizes, and of its time."""
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 from processes import left_of, shared_memory_of
-from vllm_engine import BLOCK_TOKENS, DEVICE_BLOCKS, MODEL_TOKENS, PATIENCE_S, Answer
+from vllm_engine import BLOCK_TOKENS, DEVICE_BLOCKS, MODEL_TOKENS, PATIENCE_S, Answer, patient
 
 START_S = 300.0
 
@@ -43,7 +43,7 @@ class Server:
             "kv_connector": "OrlopConnector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"blocks_per_chunk": 2, **settings},
+            "kv_connector_extra_config": patient({"blocks_per_chunk": 2, **settings}),
         }
         arguments = {
             "model": model,
@@ -112,7 +112,7 @@ class Server:
         return total
 
     def _get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=PATIENCE_S) as reply:
             return str(reply.read().decode())
 
     def _wait_healthy(self) -> None:

@@ -26,7 +26,7 @@ from orlop.worker.base import CopyBackend
 from orlop.worker.cpu import CpuCopyBackend
 from orlop.worker.worker import CopyWorker, OffloadingConnectorWorker, OutputMerger
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 """Long enough that only a fault reaches it."""
 
 GROUP = KVGroup(0, 16, layers=("a", "b"))
