@@ -17,7 +17,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -68,9 +68,9 @@ LEAST_SLOTS = 4
 LEAST_LOOKUP_LIMIT_S = 5.0
 LEAST_MAX_RETIRED = 64
 """Slots that a tier may hold past their deadline before it is out of service, where a quarter of all is less."""
-GATHER_STEPS = 8
-"""Steps for which chunks that decoding fills are gathered, to be stored together: some tenths of a second."""
-JOINT_BYTES = 16 * 1024 * 1024
+GATHER_STEPS = 64
+"""Steps for which chunks that decoding fills are gathered, to be stored together: one or two seconds."""
+JOINT_BYTES = 64 * 1024 * 1024
 MOST_JOINT = 64
 """So much, and so many chunks, of several requests share a store job; a fence for one of them waits for all of it."""
 LOOK_AHEAD = 8
@@ -164,7 +164,7 @@ class OffloadingConnector:
         geometry = self._scheduler.geometry
         return tuple(geometry.chunk_tokens(group.index) for group in geometry.groups)
 
-    def take_events(self) -> Iterable[CacheEvent]:
+    def take_events(self) -> Sequence[CacheEvent]:
         return self._scheduler.take_events()
 
     def get_stats(self) -> Stats:

@@ -344,10 +344,10 @@ class Reservation:
 
 
 class JointOffer(NamedTuple):
-    """One chunk each of some lives, all of one KV group: what decoding requests fill in the same step.
+    """A few chunks each of some lives, all of one KV group: what decoding requests have filled in the same steps.
 
     ``hashes[i]`` names chunk ``chunks[i]`` of ``contexts[i]``, and ``extends[i]`` the chunk before it in the request;
-    empty where it is the first.
+    empty where it is the first. Chunks of one life follow each other.
     """
 
     group: int

@@ -36,11 +36,10 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._sums = [0.0] * (len(bounds) + 1)
 
-    def observe(self, value: float, times: int = 1) -> None:
-        """One more observation, or ``times`` equal ones."""
+    def observe(self, value: float) -> None:
         bucket = bisect_left(self.bounds, value)
-        self._counts[bucket] += times
-        self._sums[bucket] += value * times
+        self._counts[bucket] += 1
+        self._sums[bucket] += value
 
     def stats(self, name: str) -> dict[str, float]:
         """The buckets that are not empty, under their keys."""

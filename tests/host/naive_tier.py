@@ -68,13 +68,16 @@ class NaiveTier:
         return True
 
     def reserve_each(self, keys: Sequence[Key], extended: Sequence[Key | None]) -> bool:
-        """Single chunks; ``extended[i]``, where there is one, is what ``keys[i]`` extends."""
-        if len(set(keys)) < len(keys) or set(keys) & set(extended) or any(self.find(key) for key in keys):
+        """Short runs; ``extended[i]``, where there is one, is what ``keys[i]`` extends."""
+        follows = [i > 0 and outer == keys[i - 1] for i, outer in enumerate(extended)]
+        elsewhere = {outer for outer, yes in zip(extended, follows, strict=True) if not yes}
+        if len(set(keys)) < len(keys) or set(keys) & elsewhere or any(self.find(key) for key in keys):
             return False
-        parents = [self.find(key) if key else None for key in extended]
-        if not self.make_room(len(keys), [c for c in parents if c]):
+        spared = [self.find(key) for key in extended if key]
+        if not self.make_room(len(keys), [c for c in spared if c]):
             return False
-        self.chunks += [Chunk(key, parent, holds=1) for key, parent in zip(keys, parents, strict=True)]
+        for key, outer in zip(keys, extended, strict=True):
+            self.chunks.append(Chunk(key, self.find(outer) if outer else None, holds=1))
         return True
 
     def make_room(self, n: int, spared: Sequence[Chunk]) -> bool:

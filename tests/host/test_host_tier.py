@@ -450,7 +450,7 @@ REFUSED = {
     "twice": ([b"x", b"y", b"x"], [b"", b"", b""]),
     "readable": ([b"x", b"r1"], [b"", b"r0"]),
     "being written": ([b"w0", b"x"], [b"", b""]),
-    "extends another": ([b"x", b"y"], [b"", b"x"]),
+    "extends one further back": ([b"x", b"y", b"z"], [b"", b"", b"x"]),
     "extended by another": ([b"y", b"x"], [b"x", b""]),
     "extends itself": ([b"x"], [b"x"]),
     "more than all": ([b"%d" % i for i in range(7)], [b""] * 7),
@@ -531,6 +531,31 @@ def test_single_chunks_keep_what_they_extend(ready: bool) -> None:
     assert sorted(gone[:4]) == [b"p", b"p1", b"q", b"q1"]
     assert gone.index(b"p1") < gone.index(b"p")
     assert gone.index(b"q1") < gone.index(b"q")
+
+
+@pytest.mark.parametrize("kept", [b"x3", b"x1"], ids=["nothing", "what comes after the first"])
+def test_short_runs_leave_from_their_ends(kept: bytes) -> None:
+    """Two runs at once, one of them on top of what is there; the end of one comes to nothing in the second case."""
+    tier = HostTier(6)
+    store_each(tier, [b"p"])
+    slots = reserve_each(tier, [b"x1", b"x2", b"x3", b"p1", b"p2"], [b"", b"x1", b"x2", b"p", b"p1"])
+    tier.check(dict.fromkeys(slots.tolist(), 1), {})
+    assert not tier.room_for(1)
+    if kept == b"x1":
+        tier.abandon(slots[1:2])
+        tier.unhold(slots[1:2])
+        tier.publish_and_unhold(np.delete(slots, 1))
+    else:
+        tier.publish_and_unhold(slots)
+    tier.check({}, {})
+    gone = []
+    for i in range(7):
+        store_each(tier, [b"new%d" % i])
+        gone += [key for _, key in tier.take_evicted()]
+    ends_first = [b"p2", b"p1", b"p"]
+    assert [key for key in gone if key in ends_first] == ends_first
+    chain = [key for key in gone if key[:1] == b"x"]
+    assert chain == ([b"x3", b"x2", b"x1"] if kept == b"x3" else sorted(chain, reverse=True))
 
 
 def test_what_single_chunks_extend_is_not_evicted_for_any_of_them() -> None:

@@ -20,12 +20,16 @@ COST_TESTS = "tests/scheduler/test_cost.py::"
 LOOKUP_SCENARIOS = "tests/scenarios/test_tier_lookups.py::"
 JOINT_TESTS = "tests/tiering/test_joint_stores.py::"
 HOST_TIER = "orlop/host/tier.py"
+SLOTS = "orlop/host/slots.py"
+TURNS = "orlop/scheduler/turns.py"
+SHARED_TESTS = "tests/scheduler/test_shared_jobs.py::"
+TURN_TESTS = "tests/scheduler/test_turns.py::"
 WRITE_BACK = "orlop/tiering/write_back.py"
 WRITE_BACK_SCENARIOS = "tests/scenarios/test_write_back.py::"
 CAPACITY_SCENARIOS = "tests/scenarios/test_capacity.py::"
 
 
-PLAN_LIVE = "        store_jobs += self._plan_live(touched, scheduler_output.num_scheduled_tokens, now)\n"
+PLAN_LIVE = "        store_jobs += self._plan_live(urgent, scheduler_output.num_scheduled_tokens, now)\n"
 
 
 class Break(NamedTuple):
@@ -114,8 +118,7 @@ BREAKS = (
         "blocks handed out to a load are not noticed",
         SCHEDULER,
         "        self._take_blocks(state, block_ids, state.asked_computed)\n",
-        "        for group, ids in zip(state.groups, block_ids, strict=True):\n"
-        "            group.block_ids = list(ids)\n",
+        "        for group, ids in zip(state.groups, block_ids, strict=True):\n            group.block_ids[:] = ids\n",
         CONTRACT + "test_fence_at_update_state_after_alloc",
     ),
     Break(
@@ -214,7 +217,7 @@ BREAKS = (
     Break(
         "chunks behind the window are stored",
         STORES,
-        "        if window is not None:\n",
+        "        if window is not None and group.cursor < stop:\n",
         "        if False:\n",
         STORE_TESTS + "test_recycled_positions_and_null_blocks_are_never_stored",
     ),
@@ -248,9 +251,9 @@ BREAKS = (
     ),
     Break(
         "declined chunks are offered in every step",
-        STORES,
-        "((budget <= 0 and self.is_behind(s)) or self.lacks_keys(s))",
-        "(self.is_behind(s) or self.lacks_keys(s))",
+        SCHEDULER,
+        "for state in plan.cut}",
+        "for state in [*waited, *urgent] if self._planner.is_behind(state)}",
         COST_TESTS + "test_declined_chunks_cost_one_offer_per_block_while_there_is_no_room",
     ),
     Break(
@@ -397,30 +400,192 @@ BREAKS = (
     Break(
         "two requests that fill the same chunk in one step both write it",
         HOST_TIER,
-        "        if len(new) < len(keys) or not (\n",
-        "        if not (\n",
+        "        if len(new) < len(keys) or not (",
+        "        if not (",
         JOINT_TESTS + "test_what_is_refused_changes_nothing_and_one_by_one_goes_on",
     ),
     Break(
         "a chunk that is there is written once more where it is offered with others",
         HOST_TIER,
-        " and ready.keys().isdisjoint(new) and ",
-        " and ",
+        "not (ready.keys().isdisjoint(new) and ",
+        "not (",
         JOINT_TESTS + "test_what_is_refused_changes_nothing_and_one_by_one_goes_on",
     ),
     Break(
         "a chunk that is being written is written once more where it is offered with others",
         HOST_TIER,
-        " and reserved.keys().isdisjoint(new)\n",
-        "\n",
+        " and reserved.keys().isdisjoint(new)):\n",
+        "):\n",
         JOINT_TESTS + "test_what_is_refused_changes_nothing_and_one_by_one_goes_on",
     ),
     Break(
         "a chunk is stored with the one that it extends and not linked to it",
         HOST_TIER,
-        "            new.isdisjoint(extended) and ",
-        "            ",
+        "        if not new.isdisjoint(outer):\n",
+        "        if False:\n",
         JOINT_TESTS + "test_what_is_refused_changes_nothing_and_one_by_one_goes_on",
+    ),
+    Break(
+        "the chunks of a run are not linked to each other",
+        SLOTS,
+        "            parent_of[slot] = before\n            reasons_of[slot] = 3\n",
+        "            parent_of[slot] = -1\n            reasons_of[slot] = 2\n",
+        JOINT_TESTS + "test_runs_leave_from_their_ends_and_what_they_extend_after_them",
+    ),
+    Break(
+        "a chunk of a run does not know that another extends it",
+        SLOTS,
+        "            reasons_of[slot] = 3\n",
+        "            reasons_of[slot] = 2\n",
+        JOINT_TESTS + "test_runs_leave_from_their_ends_and_what_they_extend_after_them",
+    ),
+    Break(
+        "of a run only the first chunk is fenced",
+        REQUEST,
+        "start + self.lives.count(life) * share",
+        "start + share",
+        SHARED_TESTS + "test_who_ends_fences_all_its_blocks_of_a_run_and_no_others",
+    ),
+    Break(
+        "who shares a job with a distrusted life loses its run",
+        SCHEDULER,
+        "group.cursor = min(group.cursor, chunk)",
+        "pass",
+        SHARED_TESTS + "test_who_shares_a_job_with_a_distrusted_life_stores_all_its_run_again",
+    ),
+    Break(
+        "who shares a job with a distrusted life stores only the end of its run again",
+        SCHEDULER,
+        "            for state, chunk in zip(job.lives, reservation.chunks.tolist(), strict=True):\n",
+        "            for state, chunk in dict(zip(job.lives, reservation.chunks.tolist(), strict=True)).items():\n",
+        SHARED_TESTS + "test_who_shares_a_job_with_a_distrusted_life_stores_all_its_run_again",
+    ),
+    Break(
+        "jobs of several lives have no limit",
+        STORES,
+        "            if chunks > self._most_joint:\n",
+        "            if False:\n",
+        SHARED_TESTS + "test_no_more_share_a_job_than_allowed",
+    ),
+    Break(
+        "a preempted request keeps its turn",
+        SCHEDULER,
+        "                self._gathered.take(req_id)\n",
+        "",
+        SHARED_TESTS + "test_who_is_preempted_waits_for_no_turn",
+    ),
+    Break(
+        "a request that has ended keeps its turn",
+        SCHEDULER,
+        "        self._unreached.pop(state.context.life, None)\n        self._learn_blocks(state)\n",
+        "        self._unreached.pop(state.context.life, None)\n",
+        SHARED_TESTS + "test_who_ends_waits_for_no_turn_and_is_owed_what_it_gathered",
+    ),
+    Break(
+        "a reset leaves everybody their turns",
+        SCHEDULER,
+        "            self._learn_blocks(state)\n            state.transfer_jobs.clear()\n",
+        "            state.transfer_jobs.clear()\n",
+        SHARED_TESTS + "test_a_reset_outdates_runs_and_what_was_gathered",
+    ),
+    Break(
+        "blocks that decoding requests get claim no fence",
+        SCHEDULER,
+        "may_claim = bool(self._owed or self._fences)",
+        "may_claim = False",
+        SHARED_TESTS + "test_a_block_of_a_run_that_goes_to_a_decoding_request_is_read_first",
+    ),
+    Break(
+        "blocks that decoding requests get claim only what is owed",
+        SCHEDULER,
+        "may_claim = bool(self._owed or self._fences)",
+        "may_claim = bool(self._owed)",
+        SHARED_TESTS + "test_a_block_of_a_run_that_goes_to_a_decoding_request_is_read_first",
+    ),
+    Break(
+        "blocks that decoding requests get do not claim what is owed",
+        SCHEDULER,
+        "may_claim = bool(self._owed or self._fences)",
+        "may_claim = bool(self._fences)",
+        SHARED_TESTS + "test_an_owed_run_is_read_before_a_decoding_request_gets_its_blocks_in_the_same_step",
+    ),
+    Break(
+        "at its turn a request stores what it had when it began to wait",
+        SCHEDULER,
+        "            state.tokens_filled = computed + scheduled.get(state.context.req_id, 0)\n",
+        "",
+        SHARED_TESTS + "test_at_their_turn_requests_store_runs_in_one_job",
+    ),
+    Break(
+        "all have their turn at once",
+        TURNS,
+        "islice(self._since.items(), most)",
+        "self._since.items()",
+        SHARED_TESTS + "test_many_that_wait_have_their_turns_in_several_steps",
+    ),
+    Break(
+        "of many only a lot has a turn, however many wait",
+        TURNS,
+        "max(LOT, len(self._since) // PARTS)",
+        "LOT",
+        TURN_TESTS + "test_many_have_their_turns_in_lots",
+    ),
+    Break(
+        "who waits loses its place with every block",
+        TURNS,
+        "        else:\n            for have",
+        "        else:\n            self._since.pop(req_id)\n"
+        "            self._since[req_id] = self._step\n            for have",
+        TURN_TESTS + "test_who_waits_and_comes_again_keeps_its_place",
+    ),
+    Break(
+        "a lot takes along whose time has not come",
+        TURNS,
+        " if since <= latest]",
+        "]",
+        TURN_TESTS + "test_turns_are_those_of_a_naive_twin",
+    ),
+    Break(
+        "long prompts wait for a turn",
+        SCHEDULER,
+        "            if tokens > 1:\n",
+        "            if False:\n",
+        SHARED_TESTS + "test_a_prompt_does_not_wait_for_the_gathering_of_others",
+    ),
+    Break(
+        "the blocks of a long prompt are learned at some turn",
+        SCHEDULER,
+        "            waited.pop(state, None)\n            self._learn_blocks(state)\n",
+        "            waited.pop(state, None)\n",
+        SHARED_TESTS + "test_a_prompt_does_not_wait_for_the_gathering_of_others",
+    ),
+    Break(
+        "what is noted of the engine's lists is the engine's",
+        TURNS,
+        "tuple(map(list, block_ids))",
+        "tuple(block_ids)",
+        TURN_TESTS + "test_blocks_are_kept_by_group_until_they_are_taken",
+    ),
+    Break(
+        "who has had its turn waits on",
+        TURNS,
+        "        self._since.pop(req_id, None)\n",
+        "",
+        TURN_TESTS + "test_turns_are_taken_in_the_order_of_coming_and_once",
+    ),
+    Break(
+        "beside a window turns are taken in lots",
+        TURNS,
+        "        if self._steps == 1:\n",
+        "        if False:\n",
+        SHARED_TESTS + "test_many_beside_a_sliding_window_lose_nothing_behind_it",
+    ),
+    Break(
+        "a prompt takes everybody along who gathers",
+        SCHEDULER,
+        "due = self._gathered.next_step()",
+        "due = list(self._gathered) if urgent else self._gathered.next_step()",
+        SHARED_TESTS + "test_prompts_that_arrive_take_nobody_along_who_gathers",
     ),
     Break(
         "what is wanted at its second offer only is stored at the first with others",

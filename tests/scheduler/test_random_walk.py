@@ -7,6 +7,7 @@ expectation of which request is served what. A red seed is the whole bug report:
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,12 +22,14 @@ MIXED = Geometry((KVGroup(0, 4), KVGroup(1, 8, sliding_window=12), KVGroup(2, 4,
 GEOMETRIES = {"full": FULL, "pairs": PAIRS, "hybrid": HYBRID, "mixed": MIXED}
 
 
-def make(seed: int) -> tuple[random.Random, Rig]:
+def make(seed: int, geometries: Sequence[Geometry], roomy: bool, options: dict[str, Any]) -> tuple[random.Random, Rig]:
     dice = random.Random(seed)
-    geometry = dice.choice(list(GEOMETRIES.values()))
+    geometry = dice.choice(geometries)
     tiers = dice.choice([None, 0, 1, 2])
-    slots = dice.choice([4, 12, 40])
+    slots = dice.choice([40, 100, 300] if roomy else [4, 12, 40])
     settings = make_settings(dice, geometry, seed)
+    settings["options"] |= options
+    settings["blocks"] *= 3 if roomy else 1
     if tiers is None:
         rig = make_rig(geometry, DictManager(slots), **settings)
     else:
@@ -58,8 +61,8 @@ def make_settings(dice: random.Random, geometry: Geometry, seed: int) -> dict[st
             "offload_decode": dice.random() < 0.8,
             "store_deadline_s": dice.choice([0.05, 2.0]),
             "max_chunks_per_step": dice.choice([1, 3, 2048]),
-            "max_joint_chunks": dice.choice([1, 2, 16]),
-            "gather_steps": dice.choice([1, 3, 8]),
+            "max_joint_chunks": dice.choice([1, 2, 16, 64]),
+            "gather_steps": dice.choice([1, 3, 8, 16, 64]),
         },
     }
 
@@ -113,11 +116,19 @@ def arrive(dice: random.Random, rig: Rig, prompts: list[list[int]]) -> None:
     ended = [r.request_id for r in rig.runner.requests.values() if r.ended and r not in rig.runner._held]
     req_id = dice.choice(ended) if ended and dice.random() < 0.2 else None
     stop_after = dice.randint(1, 8) if dice.random() < 0.5 else None
-    rig.runner.add(prompt, dice.randint(1, 12), req_id=req_id, stop_after=stop_after)
+    fits = 4 * (rig.runner.pool.size // len(rig.runner.geometry.groups) - 1) - len(prompt)
+    max_tokens = min(40, fits) if dice.random() < 0.3 else dice.randint(1, 12)
+    rig.runner.add(prompt, max_tokens, req_id=req_id, stop_after=stop_after)
 
 
-def walk(seed: int, steps: int = 150) -> Rig:
-    dice, rig = make(seed)
+def walk(
+    seed: int,
+    steps: int = 150,
+    geometries: Sequence[Geometry] = tuple(GEOMETRIES.values()),
+    roomy: bool = False,
+    **options: Any,
+) -> Rig:
+    dice, rig = make(seed, geometries, roomy, options)
     prompts = [[dice.randint(0, 9) for _ in range(36)] for _ in range(dice.choice([2, 6]))]
     for _ in range(steps):
         if dice.random() < 0.3 and len(rig.runner.waiting) < 4:
@@ -139,3 +150,32 @@ def walk(seed: int, steps: int = 150) -> Rig:
 @pytest.mark.fault("B072")
 def test_any_mix_of_trouble_ends_with_nothing_left(seed: int) -> None:
     walk(seed)
+
+
+def shared_runs(rig: Rig) -> int:
+    """Store jobs of several lives that had more than one chunk of one of them, not only of prompts."""
+    found = 0
+    for reservation in {call.what for call in rig.manager.calls if call.name == "complete_store"}:
+        if 1 < len(set(reservation.contexts)) < len(reservation.contexts):
+            last = {c.req_id: chunk for c, chunk in zip(reservation.contexts, reservation.chunks, strict=True)}
+            per_chunk = rig.scheduler.geometry.chunk_tokens(reservation.group)
+            found += any((chunk + 1) * per_chunk > len(rig.runner.requests[r].prompt) for r, chunk in last.items())
+    return found
+
+
+@pytest.mark.parametrize("gather_steps", [8, 16, 64])
+def test_runs_that_are_gathered_meet_the_same_trouble(gather_steps: int) -> None:
+    found = 0
+    for seed in range(100, 106):
+        rig = walk(
+            seed,
+            300,
+            [FULL, PAIRS],
+            roomy=True,
+            gather_steps=gather_steps,
+            max_joint_chunks=64,
+            max_chunks_per_step=2048,
+            offload_decode=True,
+        )
+        found += shared_runs(rig)
+    assert found >= 5, "these walks have tested less than they should"

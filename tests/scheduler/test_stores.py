@@ -219,8 +219,8 @@ def test_nothing_up_to_a_placeholder_in_a_window_is_stored(table: list[int], sto
     state.tokens_filled = 20
     manager = DictManager()
     manager.on_new_request(state.context)
-    planned, _ = StorePlanner(geometry, manager, True).plan([state], 99, 0.0)
-    assert [b for _, stores in planned for s in stores for b in s.transfer.block_ids.tolist()] == stored
+    plan = StorePlanner(geometry, manager, True).plan([state], 99, 0.0)
+    assert [b for _, stores in plan.jobs for s in stores for b in s.transfer.block_ids.tolist()] == stored
     assert state.groups[0].cursor == 5
 
 

@@ -73,8 +73,8 @@ setups = st.builds(
     max_chunks_per_step=st.sampled_from([2048, 3, 1]),
     max_promotions_per_step=st.sampled_from([2048, 2]),
     look_ahead=st.sampled_from([8, 1, 0]),
-    max_joint_chunks=st.sampled_from([16, 2, 1]),
-    gather_steps=st.sampled_from([1, 3, 8]),
+    max_joint_chunks=st.sampled_from([16, 64, 2, 1]),
+    gather_steps=st.sampled_from([1, 3, 8, 16, 64]),
     store_deadline_s=st.sampled_from([2.0, 0.1]),
     lookup_s=st.sampled_from([0.2, 0.03]),
     promotion_s=st.sampled_from([1.0, 0.1]),
@@ -155,7 +155,7 @@ class Walk(RuleBasedStateMachine):
         base=st.integers(0, 7),
         cut=st.sampled_from([24, 20, 17, 12, 9, 5, 1]),
         tail=st.lists(st.integers(0, 9), max_size=5),
-        max_tokens=st.integers(1, 12),
+        max_tokens=st.one_of(st.integers(1, 12), st.integers(1, 12), st.just(24)),
         stop_after=st.sampled_from([None, 1, 4]),
         salt=st.sampled_from([None, None, None, "mine"]),
         params=st.sampled_from([None, None, {"max_load_tokens": 8}, {"max_offload_tokens": 12}]),
@@ -559,12 +559,16 @@ class Walk(RuleBasedStateMachine):
             if call.name == "complete_load":
                 TALLY["loads"] += 1
                 TALLY["loads of what a tier brought"] += bool(sum(call.what.origins.values()))
+        for reservation in {call.what for call in rig.recorded.calls if call.name == "complete_store"}:
+            contexts = reservation.contexts
+            TALLY["stores of runs of several lives"] += 1 < len(set(contexts)) < len(contexts)
 
 
 HAPPENED = [
     "chunks_promoted",
     "chunks_cascaded",
     "loads of what a tier brought",
+    "stores of runs of several lives",
     "preemptions",
     "resets with jobs in flight",
     "resets with tier jobs in flight",

@@ -1,6 +1,6 @@
-"""Stores of several requests in one reservation: as if each chunk had come by itself.
+"""Stores of several requests in one reservation: as if what each one has filled had come by itself.
 
-In: two managers, one offered the chunks of several lives together, one chunk by chunk; and tiers that are cranked by
+In: two managers, one offered short runs of several lives together, one life by life; and tiers that are cranked by
 hand. Out: the same chunks readable and below, under the same salts, for the same lives, in fewer jobs; refusals that
 leave nothing behind; sound books where something must leave for them. Never: a real store, a device.
 """
@@ -33,8 +33,9 @@ from orlop.testing.doubles import ManualTier
 from orlop.testing.rig import plain_namespace
 from orlop.tiering.manager import TierEntry, TieringManager, TieringOptions
 
-REQUESTS, CHAIN = 12, 30
-ROOM, SHORT = 1000, 40
+REQUESTS, CHAIN = 12, 60
+LONGEST = 8
+ROOM, SHORT = 2000, 60
 SALTS = (bytes(16), b"one salt.......!", b"another salt...!")
 PAYLOAD = (4096, 8192)
 CASCADE: dict[str, Any] = {}
@@ -43,7 +44,7 @@ SECOND_OFFER: dict[str, Any] = {"store_after": 2}
 
 
 class Filled(NamedTuple):
-    """The one chunk of ``run`` that a life has filled."""
+    """The chunks of ``run``, one or a few, that a life has filled."""
 
     run: KeyRun
     context: ReqContext
@@ -52,15 +53,33 @@ class Filled(NamedTuple):
     def key(self) -> bytes:
         return self.run.hashes[self.run.start]
 
+    @property
+    def extends(self) -> bytes:
+        """What its first chunk extends."""
+        return self.run.hashes[self.run.start - 1] if self.run.start else b""
+
+
+class Single(NamedTuple):
+    """One chunk of what a life has filled."""
+
+    key: bytes
+    extends: bytes
+    chunk: int
+    context: ReqContext
+
+
+def chunks_of(filled: Sequence[Filled]) -> list[Single]:
+    """All chunks, one after the other, those of one life together."""
+    singles: list[Single] = []
+    for run, context in filled:
+        before = [b"", *run.hashes]
+        singles += [Single(run.hashes[at], before[at], at, context) for at in range(run.start, run.stop)]
+    return singles
+
 
 def joint(filled: Sequence[Filled]) -> JointOffer:
-    return JointOffer(
-        filled[0].run.group,
-        [f.key for f in filled],
-        [f.run.hashes[f.run.start - 1] if f.run.start else b"" for f in filled],
-        [f.run.start for f in filled],
-        [f.context for f in filled],
-    )
+    hashes, extends, chunks, contexts = (list(column) for column in zip(*chunks_of(filled), strict=True))
+    return JointOffer(filled[0].run.group, hashes, extends, chunks, contexts)
 
 
 class Side:
@@ -94,9 +113,8 @@ class Side:
             return None
         assert reservation.kind is TransferKind.STORE
         assert reservation.group == filled[0].run.group
-        assert reservation.hashes == tuple(f.key for f in filled)
-        assert reservation.contexts == tuple(f.context for f in filled)
-        assert reservation.chunks.tolist() == [f.run.start for f in filled]
+        there = zip(reservation.hashes, reservation.chunks.tolist(), reservation.contexts, strict=True)
+        assert list(there) == [(c.key, c.chunk, c.context) for c in chunks_of(filled)]
         self._begin(reservation)
         return reservation
 
@@ -113,7 +131,7 @@ class Side:
         return plans
 
     def store(self, *filled: Filled) -> None:
-        """Chunk by chunk and to the end, the first one the oldest."""
+        """Life by life and to the end, the first one the oldest."""
         for one in filled:
             (plan,) = self.one_by_one([one])
             assert plan.reservation is not None
@@ -144,6 +162,14 @@ class Side:
         self.manager.on_schedule_end(now=self.now)
         self.manager.check(self.open)
         self.now += 1.0
+
+    def settle(self) -> None:
+        """Step until the tiers have read what they were given."""
+        for _ in range(100):
+            self.end_step()
+            if not self.manager.has_pending_work():
+                return
+        raise AssertionError("the tiers have work after a hundred steps")
 
     def books(self) -> object:
         host = self.host
@@ -187,7 +213,7 @@ def chains(rng: random.Random) -> list[list[bytes]]:
 
 
 class Offers:
-    """Seeded offers of one chunk each of a few lives, with a cursor for each group."""
+    """Seeded offers of short runs of a few lives, with a cursor for each group."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -202,7 +228,8 @@ class Offers:
 
     def filled(self, request: int, group: int) -> Filled:
         at = self.cursors[request][group]
-        return Filled(KeyRun(group, self.keys[request], at, at + 1), self.contexts[request])
+        count = self.rng.choice([1, 1, 2, 3, self.rng.randrange(1, LONGEST + 1)])
+        return Filled(KeyRun(group, self.keys[request], at, min(at + count, CHAIN)), self.contexts[request])
 
     def settle(self, filled: Sequence[Filled], settled: Sequence[int]) -> None:
         for (run, context), stop in zip(filled, settled, strict=True):
@@ -246,7 +273,7 @@ class Twins:
         self.open: list[Pair] = []
         self.held: list[Pair] = []
         """Failed, and somebody may still write their slots."""
-        self.joined = self.refused = 0
+        self.joined = self.refused = self.runs = 0
 
     def offer(self) -> None:
         filled = self.offers.next()
@@ -256,7 +283,8 @@ class Twins:
         plans = self.theirs.one_by_one(filled)
         if reservation is not None:
             self.joined += len(filled) > 1
-            assert answers(plans) == [(run.stop, 1) for run, _ in filled]
+            self.runs += len(filled) > 1 and any(run.stop - run.start > 1 for run, _ in filled)
+            assert answers(plans) == [(run.stop, run.stop - run.start) for run, _ in filled]
             self.open.append(Pair([reservation], reserved(plans)))
         else:
             self.refused += 1
@@ -305,6 +333,20 @@ class Twins:
         assert self.ours.events() == self.theirs.events()
 
 
+class Offered(NamedTuple):
+    """Chunks that were offered, and in how many offers."""
+
+    chunks: float
+    offers: float
+
+
+def take_offers(stats: dict[str, float]) -> Offered:
+    """What the histogram of offers says, which is taken out of ``stats``."""
+    ours = {name: stats.pop(name) for name in list(stats) if name.startswith("allocation_chunks.")}
+    chunks, offers = (sum(v for name, v in ours.items() if name.split(".")[1][0] == kind) for kind in "sn")
+    return Offered(chunks, offers)
+
+
 def refuses(key: bytes) -> Outcome:
     """A tier that takes most chunks and always the same ones."""
     return Outcome.NO_SPACE if key[0] % 8 == 0 else Outcome.OK
@@ -330,8 +372,12 @@ def test_chunks_that_are_offered_together_end_up_as_one_by_one(seed: int, entrie
         if step == 80:
             twins.reset()
     assert twins.joined > 10
+    assert twins.runs > 5
     assert twins.refused > 10
-    stats = [side.manager.get_stats() for side in twins.sides]
+    stats = [dict(side.manager.get_stats()) for side in twins.sides]
+    offered = [take_offers(of_side) for of_side in stats]
+    assert offered[0].chunks == offered[1].chunks
+    assert offered[0].offers < offered[1].offers
     jobs_failed = {f"cascade_jobs_failed {tier.name}" for tier in twins.ours.tiers}
     assert stats[0].keys() == stats[1].keys()
     assert {name for name in stats[0] if stats[0][name] != stats[1][name]} <= jobs_failed
@@ -353,7 +399,8 @@ def test_where_something_must_leave_for_them_nobody_loses_what_is_in_use(seed: i
     joined = declined = 0
     for _ in range(150):
         filled = offers.next()
-        extended = [run.part(run.start - 1, run.start) for run, _ in filled if run.start]
+        offered = {chunk.key for chunk in chunks_of(filled)}
+        extended = [f.run.part(f.run.start - 1, f.run.start) for f in filled if {f.extends}.isdisjoint({b"", *offered})]
         before = [side.host.states(run) for run in extended]
         reservation = side.together(filled) if filled else None
         assert [side.host.states(run) for run in extended] == before
@@ -382,10 +429,16 @@ def test_where_something_must_leave_for_them_nobody_loses_what_is_in_use(seed: i
 LIVES = [ReqContext(i + 1, f"r{i}", salt) for i, salt in enumerate((*SALTS, *SALTS))]
 
 
-def filled(name: str, chunk: int = 0, life: int = 0, group: int = 0) -> Filled:
-    """Chunk ``chunk`` of the chain ``name``, filled by the life of this number."""
-    keys = [f"{name}{i}".encode() for i in range(chunk + 1)]
-    return Filled(KeyRun(group, keys, chunk, chunk + 1), LIVES[life])
+def filled(name: str, chunk: int = 0, life: int = 0, group: int = 0, count: int = 1) -> Filled:
+    """So many chunks from ``chunk`` on of the chain ``name``, filled by the life of this number."""
+    keys = [f"{name}{i}".encode() for i in range(chunk + count)]
+    return Filled(KeyRun(group, keys, chunk, chunk + count), LIVES[life])
+
+
+def forked(name: str, after: str, shared: int, life: int, count: int) -> Filled:
+    """A run from the start of the chain ``name``, whose first ``shared`` chunks are those of the chain ``after``."""
+    run, context = filled(name, life=life, count=count)
+    return Filled(KeyRun(0, [*filled(after, count=shared).run.hashes, *run.hashes[shared:]], 0, count), context)
 
 
 def state(side: Side, one: Filled) -> SlotState | None:
@@ -393,12 +446,16 @@ def state(side: Side, one: Filled) -> SlotState | None:
 
 
 def states(side: Side, some: Sequence[Filled]) -> list[SlotState | None]:
-    return [state(side, one) for one in some]
+    """Of each chunk of each."""
+    return [side.host.slot_state(one.run.group, chunk.key) for one in some for chunk in chunks_of([one])]
 
 
 FREE, RESERVED, READY, RETIRED = SlotState
 A, B, C = filled("a", life=0), filled("b", life=1), filled("c", life=2)
 A1, B1, C1 = filled("a", 1, life=0), filled("b", 1, life=1), filled("c", 1, life=2)
+BBB = filled("b", life=1, count=3)
+OFFERS = {"chunks": [A, B, C], "runs": [filled("a", life=0, count=2), B, filled("c", life=2, count=3)]}
+each_offer = pytest.mark.parametrize("offer", OFFERS.values(), ids=list(OFFERS))
 
 
 def nothing(side: Side) -> None:
@@ -409,8 +466,20 @@ def there(side: Side) -> None:
     side.store(B)
 
 
+def middle_is_there(side: Side) -> None:
+    side.store(B1)
+
+
+def end_is_there(side: Side) -> None:
+    side.store(filled("b", 2, life=1))
+
+
 def being_written(side: Side) -> None:
     side.one_by_one([B])
+
+
+def start_is_being_written(side: Side) -> None:
+    side.one_by_one([filled("b", life=1, count=2)])
 
 
 def written_with_others(side: Side) -> None:
@@ -435,7 +504,20 @@ REFUSED: dict[str, tuple[Callable[[Side], None], list[Filled]]] = {
     "a key that is being written": (being_written, [A, B, C]),
     "a key that is being written with others": (written_with_others, [A, B, C]),
     "one that extends another": (nothing, [A, B1, filled("b", life=3)]),
-    "one that another extends": (nothing, [filled("b", life=3), B1, A]),
+    "one that another extends, further back": (nothing, [filled("b", life=3), A, B1]),
+    "the end of a run that another extends, further back": (nothing, [BBB, A, filled("b", 3, life=4)]),
+    "the middle of a run that another extends": (nothing, [BBB, filled("b", 2, life=4), A]),
+    "one that goes before the run that extends it": (nothing, [filled("b", 1, life=1, count=2), filled("b", life=3)]),
+    "a run whose first chunk is there": (there, [A, BBB, C]),
+    "a run whose middle is there": (middle_is_there, [A, BBB, C]),
+    "a run whose last chunk is there": (end_is_there, [BBB, A, C]),
+    "a run whose start is being written": (start_is_being_written, [A, BBB, C]),
+    "the same run twice": (nothing, [BBB, A, filled("b", life=3, count=3)]),
+    "runs that begin alike": (nothing, [BBB, forked("x", "b", 2, life=4, count=4), A]),
+    "a run and its first chunk": (nothing, [A, BBB, filled("b", life=3)]),
+    "a run and its middle": (nothing, [B1, BBB]),
+    "a run and its last chunk": (nothing, [filled("b", 2, life=3), A, BBB]),
+    "no room for the end of a run": (no_slot, [A, BBB]),
     "no room": (no_slot, [A, B, C]),
     "no room but what they extend": (only_what_they_extend, [A1, B1]),
 }
@@ -516,17 +598,20 @@ def test_a_tier_that_is_written_on_eviction_gets_them_under_their_salts(seed: in
     """Beside a tier that gets everything at once, which says under what salt."""
     rng = random.Random(seed)
     contexts = [ReqContext(i + 1, f"r{i}", SALTS[i % 3]) for i in range(8)]
-    side = Side(SHORT, ON_EVICTION, CASCADE, lives=contexts)
+    side = Side(2 * SHORT, ON_EVICTION, CASCADE, lives=contexts)
     published = 0
     for step in range(60):
         chunk = step % 3
         if not chunk:
-            chains, group = [[rng.randbytes(16) for _ in range(3)] for _ in contexts], rng.randrange(2)
-        offer = [Filled(KeyRun(group, chains[i], chunk, chunk + 1), contexts[i]) for i in range(8)]
+            chains, group = [[rng.randbytes(16) for _ in range(9)] for _ in contexts], rng.randrange(2)
+            cursors = [0] * 8
+        stops = [cursor + rng.choice([1, 1, 2, 3]) for cursor in cursors]
+        offer = [Filled(KeyRun(group, chains[i], cursors[i], stops[i]), contexts[i]) for i in range(8)]
+        cursors = stops
         reservation = side.accepted(offer)
         success = rng.random() < 0.8
         side.complete(reservation, success)
-        published += 8 * success
+        published += len(reservation.slots) * success
         side.end_step()
     for _ in range(100):
         if not side.manager.flush(now=side.now):
@@ -543,61 +628,71 @@ def test_a_tier_that_is_written_on_eviction_gets_them_under_their_salts(seed: in
     side.check_stored()
 
 
+@each_offer
 @pytest.mark.parametrize("entries", [(), (CASCADE,)], ids=["none", "one"])
-def test_a_failed_store_of_several_makes_none_of_them_readable(entries: tuple[dict[str, Any], ...]) -> None:
-    side = Side(8, *entries, lives=LIVES)
-    reservation = side.accepted([A, B, C])
-    assert states(side, [A, B, C]) == [RESERVED] * 3
+def test_a_failed_store_of_several_makes_none_of_them_readable(
+    entries: tuple[dict[str, Any], ...], offer: list[Filled]
+) -> None:
+    side, n = Side(8, *entries, lives=LIVES), len(chunks_of(offer))
+    reservation = side.accepted(offer)
+    assert states(side, offer) == [RESERVED] * n
     side.complete(reservation, success=False)
     side.end_step()
-    assert states(side, [A, B, C]) == [None] * 3
+    assert states(side, offer) == [None] * n
     assert side.host.counts()[FREE] == 8
-    assert side.manager.get_stats()["stores_failed"] == 3
+    assert side.manager.get_stats()["stores_failed"] == n
     assert not any(side.submitted(i) for i in range(len(entries)))
-    side.complete(side.accepted([A, B, C]))
-    assert states(side, [A, B, C]) == [READY] * 3
+    side.complete(side.accepted(offer))
+    assert states(side, offer) == [READY] * n
 
 
-def test_slots_that_are_not_let_go_are_nobodys_until_they_are() -> None:
-    side = Side(4, CASCADE, lives=LIVES)
-    reservation = side.accepted([A, B, C])
+@each_offer
+def test_slots_that_are_not_let_go_are_nobodys_until_they_are(offer: list[Filled]) -> None:
+    n = len(chunks_of(offer))
+    side = Side(n + 1, CASCADE, lives=LIVES)
+    reservation = side.accepted(offer)
     side.complete(reservation, success=False, released=False)
     side.end_step()
-    assert side.host.counts()[RETIRED] == 3
-    assert states(side, [A, B, C]) == [None] * 3
+    assert side.host.counts()[RETIRED] == n
+    assert states(side, offer) == [None] * n
     assert side.together([A, B]) is None
     side.complete(side.accepted([A]))
     side.end_step()
     side.release(reservation)
     side.end_step()
     assert side.host.counts()[RETIRED] == 0
-    assert side.host.counts()[FREE] == 3
-    side.complete(side.accepted([B, C]))
-    assert states(side, [A, B, C]) == [READY] * 3
+    assert side.host.counts()[FREE] == n
+    rest = [Filled(run.part(run.start + (context is A.context), run.stop), context) for run, context in offer]
+    side.complete(side.accepted([one for one in rest if one.run.start < one.run.stop]))
+    assert states(side, offer) == [READY] * n
     side.manager.release(reservation)
     side.manager.complete_store(reservation, True, now=side.now)
     assert side.manager.get_stats()["surprises"] == 2
     side.end_step()
 
 
+@each_offer
 @pytest.mark.parametrize("success", [True, False], ids=["written", "failed"])
 @pytest.mark.parametrize("entries", [(), (CASCADE,)], ids=["none", "one"])
-def test_a_reset_lets_none_of_them_be_seen(entries: tuple[dict[str, Any], ...], success: bool) -> None:
-    side = Side(8, *entries, lives=LIVES)
-    before = side.accepted([A, B, C])
+def test_a_reset_lets_none_of_them_be_seen(
+    entries: tuple[dict[str, Any], ...], success: bool, offer: list[Filled]
+) -> None:
+    side, n = Side(12, *entries, lives=LIVES), len(chunks_of(offer))
+    before = side.accepted(offer)
     side.manager.reset_cache(b"G" * 16, now=side.now)
     side.manager.check(side.open)
-    assert states(side, [A, B, C]) == [None] * 3
-    again = side.accepted([A, B])
+    assert states(side, offer) == [None] * n
+    some, left = offer[:2], n - len(chunks_of(offer[:2]))
+    again = side.accepted(some)
     assert not set(again.slots.tolist()) & set(before.slots.tolist())
     side.complete(before, success)
     side.end_step()
-    assert states(side, [A, B, C]) == [RESERVED, RESERVED, None]
+    assert states(side, offer) == [RESERVED] * (n - left) + [None] * left
     assert not any(side.submitted(i) for i in range(len(entries)))
     side.complete(again)
     side.end_step()
-    assert states(side, [A, B, C]) == [READY, READY, None]
-    assert side.host.counts()[FREE] == 6
+    assert states(side, offer) == [READY] * (n - left) + [None] * left
+    assert side.host.counts()[FREE] == 12 - (n - left)
     assert all({job.namespace.generation for job in side.submitted(i)} == {b"G" * 16} for i in range(len(entries)))
 
 
@@ -668,6 +763,90 @@ def test_what_the_offered_chunks_extend_does_not_leave_for_them() -> None:
         for parent, child in ((A, A1), (B, B1), (C, C1)):
             assert state(side, parent) is READY or state(side, child) is None
     assert states(side, [A, B, C, A1, B1, C1]) == [None] * 6
+
+
+def test_a_run_may_go_on_where_the_one_before_it_ends() -> None:
+    """Another life goes on with what stands right before it in the offer: it is linked to that as its own would be."""
+    side = Side(6, CASCADE, lives=LIVES)
+    chain = [filled("a", count=2), filled("a", 2, life=3, count=2)]
+    side.complete(side.accepted([*chain, B]))
+    side.end_step()
+    side.host.touch(chain[1].run.part(3, 4))
+    assert side.host.ready_prefix(chain[1].run.part(0, 4)) == 4
+    gone: list[int] = []
+    for other in [filled(f"y{i}", life=4) for i in range(6)]:
+        side.store(other)
+        side.end_step()
+        there = [one is READY for one in states(side, chain)]
+        assert there == sorted(there, reverse=True), "a chunk left before one that extends it"
+        gone.append(4 - sum(there))
+    assert gone[-1] == 4
+
+
+def test_runs_leave_from_their_ends_and_what_they_extend_after_them() -> None:
+    side = Side(8, CASCADE, lives=LIVES)
+    side.store(A, B, filled("x", life=3))
+    side.settle()
+    runs = [filled("a", 1, life=0, count=3), C, filled("b", 1, life=1, count=2)]
+    side.complete(side.accepted(runs))
+    side.end_step()
+    assert side.host.evictions == 1
+    assert states(side, [A, B, *runs]) == [READY] * 8, "what went is what nobody extends"
+    for run, _ in runs:
+        side.host.touch(run.part(run.stop - 1, run.stop))  # else the order of use alone would have the ends go first
+    for other in [filled(f"y{i}", life=4) for i in range(8)]:
+        side.store(other)
+        side.end_step()
+        for chain in (filled("a", count=4), filled("b", count=3)):
+            there = [one is READY for one in states(side, [chain])]
+            assert there == sorted(there, reverse=True), "a chunk left before one that extends it"
+    assert states(side, [A, B, *runs]) == [None] * 8
+
+
+def test_a_failed_run_leaves_what_it_extends_free_to_go() -> None:
+    side = Side(4, CASCADE, lives=LIVES)
+    side.store(A)
+    side.settle()
+    side.complete(side.accepted([filled("a", 1, life=0, count=2), B]), success=False)
+    side.end_step()
+    assert side.host.room_for(4)
+    side.complete(side.accepted([filled("x", life=3, count=4)]))
+    assert state(side, A) is None
+
+
+def test_each_chunk_of_a_run_is_named_for_its_life() -> None:
+    """Two lives of one salt and one of another: two jobs, each life beside each of its chunks."""
+    side = Side(16, CASCADE, lives=LIVES)
+    runs = [
+        filled("a", life=0, count=2),
+        filled("b", life=1, count=3),
+        filled("c", life=3, count=2),
+        filled("d", life=4),
+    ]
+    side.complete(side.accepted(runs))
+    side.end_step()
+    by_salt = {job.salt: job for job in side.submitted()}
+    assert len(by_salt) == len(side.submitted()) == 2
+    for pair in ((runs[0], runs[2]), (runs[1], runs[3])):
+        chunks, job = chunks_of(pair), by_salt[side.submitted()[pair[0] is runs[1]].salt]
+        assert job.keys == tuple(pack_key(chunk.key, 0) for chunk in chunks)
+        assert job.contexts == tuple(chunk.context for chunk in chunks)
+    side.check_stored()
+    assert len(side.tiers[0].stored) == 8
+
+
+def test_a_tier_that_takes_some_chunks_of_a_run_is_given_these_alone() -> None:
+    side = Side(16, SECOND_OFFER, lives=LIVES)
+    run, other = filled("a", life=0, count=3), filled("b", life=3, count=2)
+    side.store(A1, filled("b", life=3))  # the tier has been offered these once
+    side.end_step()
+    side.host.clear()
+    side.complete(side.accepted([run, other]))
+    side.end_step()
+    (job,) = side.submitted()
+    assert job.keys == (pack_key(b"a1", 0), pack_key(b"b0", 0))
+    assert job.contexts == (run.context, other.context)
+    side.check_stored()
 
 
 @pytest.mark.parametrize("success", [True, False], ids=["written", "failed"])

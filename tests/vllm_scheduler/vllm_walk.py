@@ -42,6 +42,7 @@ class Plan:
     hard_reset: float = 0.01
     longest_step_s: float = 1.0
     gather_steps: int = 1
+    max_joint_chunks: int = 16
 
 
 @dataclass
@@ -75,7 +76,7 @@ class Walk:
         self.half = OffloadingConnectorScheduler(
             plan.sizes.geometry(plan.blocks_per_chunk),
             manager,
-            SchedulerOptions(ranks=plan.ranks, gather_steps=plan.gather_steps),
+            SchedulerOptions(ranks=plan.ranks, gather_steps=plan.gather_steps, max_joint_chunks=plan.max_joint_chunks),
         )
         joined = Joined(self.half, lambda: self.now, lambda: self.rng.randbytes(16))
         self.scheduler = build_scheduler(plan.sizes, joined, folder)

@@ -69,6 +69,9 @@ class WatchedManager(TieringManager):
             self._must_live(context)
         reservation = super().prepare_joint_store(offer, now=now)
         self._watch(reservation)
+        if reservation is not None:
+            lives = {context.life for context in reservation.contexts}
+            self.worker.seen.add("shared_runs", 1 < len(lives) < len(reservation.contexts))
         return reservation
 
     def _watch(self, reservation: Reservation | None) -> None:

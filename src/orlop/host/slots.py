@@ -16,23 +16,22 @@ A slot is a candidate for eviction while no reason keeps it. The reasons are cou
 each hold, lease and child. A child is a slot whose chunk extends this slot's chunk, RESERVED or READY; so a prefix
 outlives what was built on it.
 
-What is changed one by one is a buffer with two faces: plain Python items, fast one by one, and a numpy view, fast in
-bulk. All are one item longer than there are slots: index -1, "no slot", meets that last item, which is FREE for ever,
-so links to nothing need no mask and a hold of nothing is refused.
+What is changed one by one has two faces (``columns.py``). All columns are one item longer than there are slots: index
+-1, "no slot", meets that last item, which is FREE for ever, so links to nothing need no mask and a hold of nothing is
+refused.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from orlop.core import Int64Array
 from orlop.errors import InvariantError
+from orlop.host.columns import bytes_of, numbers_of
 
 
 class SlotState(IntEnum):
@@ -47,7 +46,6 @@ class SlotState(IntEnum):
     """Its key is gone, but somebody may still touch its bytes."""
 
 
-Int32Array = npt.NDArray[np.int32]
 FREE, RESERVED, READY, RETIRED = (int(s) for s in SlotState)
 
 
@@ -70,15 +68,11 @@ class Slots:
             raise ValueError(f"found {usable} usable of {slots} slots, expected at least one, and from 0 to all usable")
         self.slots = slots
         self.usable = usable
-        self.state_of = bytearray(slots + 1)
-        self.state = np.frombuffer(self.state_of, np.uint8)
-        self.holds_of = array("i", bytes(4 * (slots + 1)))
-        self.holds = np.frombuffer(self.holds_of, np.intc)
-        self.leases = np.zeros(slots + 1, np.int32)
-        self.parent_of = array("q", [-1]) * (slots + 1)
-        self.parent = np.frombuffer(self.parent_of, np.int64)
-        self.reasons_of = array("i", [1]) * (slots + 1)
-        self.reasons = np.frombuffer(self.reasons_of, np.intc)
+        self.state_of, self.state = bytes_of(slots + 1)
+        self.holds_of, self.holds = numbers_of(slots + 1)
+        self.leases = np.zeros(slots + 1, np.int64)
+        self.parent_of, self.parent = numbers_of(slots + 1, -1)
+        self.reasons_of, self.reasons = numbers_of(slots + 1, 1)
         self._place = np.zeros(slots + 1, np.int64)
         self._places = np.arange(slots + 1)
         self.candidates = 0
@@ -150,9 +144,9 @@ class Slots:
         if np.count_nonzero(self._place[slots] != places):
             raise InvariantError(f"found a slot named twice among {len(slots)}, expected distinct slots in one call")
 
-    def _one_less(self, book: Int32Array, slots: Int64Array, word: str) -> Int32Array:
+    def _one_less(self, book: Int64Array, slots: Int64Array, word: str) -> Int64Array:
         self._require_distinct(slots)
-        after: Int32Array = book[slots] - 1
+        after: Int64Array = book[slots] - 1
         below = after < 0
         if np.count_nonzero(below):
             bad = slots[below][:8].tolist()
@@ -253,20 +247,25 @@ class Slots:
         self.reasons[slots] = 2
         self.reasons[slots[:-1]] += parents[1:] == slots[:-1]
 
-    def reserve_each(self, parents: Sequence[int]) -> list[int]:
-        """``take`` and ``reserve`` for chunks that have nothing to do with each other: a slot for each parent (or -1).
+    def reserve_each(self, n: int, firsts: Sequence[int], parents: Sequence[int]) -> list[int]:
+        """``take`` and ``reserve`` for short runs, ``n`` slots: they begin at ``firsts`` and extend ``parents``, or -1.
 
         One by one, because they are few: a call of numpy costs as much as some ten of them.
         """
-        taken = self.take(len(parents))
+        taken = self.take(n)
         state_of, holds_of, parent_of, reasons_of = self.state_of, self.holds_of, self.parent_of, self.reasons_of
-        for slot, parent in zip(taken, parents, strict=True):
+        before = -1
+        for slot in taken:
             state_of[slot] = RESERVED
             holds_of[slot] = 1
-            parent_of[slot] = parent
-            reasons_of[slot] = 2
-        self.held += len(taken)
-        self.reserved += len(taken)
+            parent_of[slot] = before
+            reasons_of[slot] = 3
+            before = slot
+        for first, parent in zip(firsts, parents, strict=True):
+            parent_of[taken[first]] = parent
+            reasons_of[taken[first - 1]] = 2  # the last of the run before it, of the first one the very last
+        self.held += n
+        self.reserved += n
         return taken
 
     def adopt(self, child: int, parent: int) -> None:
@@ -285,19 +284,21 @@ class Slots:
     def publish_and_unhold(self, slots: Sequence[int]) -> Change | None:
         """``publish`` and ``unhold`` in one, for few slots, all of them RESERVED and held; None where they are not."""
         state_of, holds_of, reasons_of = self.state_of, self.holds_of, self.reasons_of
-        for slot in slots:
-            if state_of[slot] != RESERVED or not holds_of[slot]:
-                return None
-        if len(set(slots)) < len(slots):
+        if (
+            len(set(slots)) < len(slots)
+            or set(map(state_of.__getitem__, slots)) != {RESERVED}
+            or 0 in map(holds_of.__getitem__, slots)
+        ):
             return None
         joined, ended = [], 0
         for slot in slots:
             state_of[slot] = READY
-            holds_of[slot] -= 1
-            ended += not holds_of[slot]
-            reasons_of[slot] -= 2
-            if not reasons_of[slot]:
-                joined.append(slot)
+            holds_of[slot] = held = holds_of[slot] - 1
+            reasons_of[slot] = reasons = reasons_of[slot] - 2
+            if not held:
+                ended += 1
+                if not reasons:
+                    joined.append(slot)
         self.reserved -= len(slots)
         self.ready += len(slots)
         self.held -= ended

@@ -10,15 +10,16 @@ slot, and a policy chooses among those that may leave.
 
 from __future__ import annotations
 
-from array import array
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import chain, compress, repeat
+from operator import ne
 
 import numpy as np
 
 from orlop.core import Int64Array, KeyRun
 from orlop.errors import InvariantError
+from orlop.host.columns import numbers_of
 from orlop.host.policies.base import EvictionPolicy
 from orlop.host.policies.lru import LRU
 from orlop.host.slots import READY, RESERVED, RETIRED, Change, Slots, SlotState
@@ -52,8 +53,7 @@ class HostTier:
         self._reserved: defaultdict[int, Table] = defaultdict(dict)
         self._key = [b""] * slots
         """What a RESERVED or READY slot holds; of other slots what they held last."""
-        self._group_of = array("i", bytes(4 * slots))
-        self._group = np.frombuffer(self._group_of, np.intc)
+        self._group_of, self._group = numbers_of(slots)
         self._evicted: deque[tuple[int, list[bytes]]] = deque()
         self._evicted_kept = 0
         self.evictions = 0
@@ -144,7 +144,8 @@ class HostTier:
 
     def holds_of(self, slots: Int64Array) -> Int64Array:
         """How often each slot is held; int64."""
-        return self._books.holds[slots].astype(np.int64)
+        holds: Int64Array = self._books.holds[slots]
+        return holds
 
     def counts(self) -> Mapping[SlotState, int]:
         """How many slots are in each state; together all slots, those not pre-faulted yet being FREE."""
@@ -205,22 +206,25 @@ class HostTier:
         return slots
 
     def reserve_each(self, group: int, keys: Sequence[bytes], extended: Sequence[bytes]) -> list[int] | None:
-        """As ``reserve``, for single chunks of one group: ``keys[i]`` extends ``extended[i]``, or nothing if empty.
+        """As ``reserve``, for short runs of one group: ``keys[i]`` extends ``extended[i]``, or nothing if empty.
 
-        None also where this would not do: a key is there already or stands twice among them, or extends another.
+        None also where this would not do: a key is there already or stands twice among them, or extends another of
+        them that is not the one before it.
         """
         ready, reserved = self._ready[group], self._reserved[group]
         new = set(keys)
-        if len(new) < len(keys) or not (
-            new.isdisjoint(extended) and ready.keys().isdisjoint(new) and reserved.keys().isdisjoint(new)
-        ):
+        if len(new) < len(keys) or not (ready.keys().isdisjoint(new) and reserved.keys().isdisjoint(new)):
             return None
-        parents = list(map(ready.get, extended, repeat(-1)))
+        firsts = [0, *compress(range(1, len(keys)), map(ne, extended[1:], keys))] if keys else []
+        outer = [extended[i] for i in firsts]
+        if not new.isdisjoint(outer):
+            return None
+        parents = list(map(ready.get, outer, repeat(-1)))
         if reserved and -1 in parents:
-            parents = [reserved.get(key, -1) if p < 0 else p for key, p in zip(extended, parents, strict=True)]
+            parents = [reserved.get(key, -1) if p < 0 else p for key, p in zip(outer, parents, strict=True)]
         if not self._make_room(len(keys), [p for p in parents if p >= 0]):
             return None
-        taken = self._books.reserve_each(parents)
+        taken = self._books.reserve_each(len(keys), firsts, parents)
         _exhaust(map(self._group_of.__setitem__, taken, repeat(group)))
         self._note_reserved(group, taken, keys)
         return taken

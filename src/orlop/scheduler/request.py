@@ -111,7 +111,7 @@ class RequestState:
         # Stores.
         self.tokens_before_step = 0
         self.tokens_filled = 0
-        """Tokens computed once the step in hand is, as of the last time this life was looked at."""
+        """Tokens computed once the step in hand is, as of the last time its stores were planned."""
         self.tainted = False
         """It holds KV from before a reset: nothing of it is stored until it starts again from nothing."""
         params = getattr(request, "kv_transfer_params", None) or {}
@@ -147,9 +147,9 @@ class RequestState:
 class Job:
     """One transfer that some rank has not reported yet.
 
-    ``lives`` are the lives whose chunks it moves: one, or, of a joint store, several with as many of ``block_ids``
-    each, in their order; none once a reset has outdated the job or it is over. ``waiting`` are the ranks still to
-    report. ``fenced`` are the device blocks under which the job stands in the fence table.
+    ``lives`` are the lives whose chunks it moves: one, or, of a joint store, one for each chunk, in the order of
+    ``block_ids``, those of one life together; none once a reset has outdated the job or it is over. ``waiting`` are the
+    ranks still to report. ``fenced`` are the device blocks under which the job stands in the fence table.
     """
 
     __slots__ = ("block_ids", "deadline", "failed", "fenced", "job_id", "kind", "lives", "reservations", "waiting")
@@ -178,7 +178,7 @@ class Job:
         """Those of ``block_ids`` that are of one of its lives."""
         share = len(self.block_ids) // len(self.lives)
         start = self.lives.index(life) * share
-        return self.block_ids[start : start + share]
+        return self.block_ids[start : start + self.lives.count(life) * share]
 
 
 def _limit(params: Any, name: str) -> int | None:

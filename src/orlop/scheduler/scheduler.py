@@ -5,7 +5,7 @@ Never: a clock, a thread, a file, a wait; an exception for a request's sake (a s
 recompute and raises a counter).
 
 Once per step, also when nothing is scheduled, ``build_connector_meta`` does the step's work: it keeps deadlines,
-notes which device blocks were handed out, plans the stores of lives that got blocks, and names the pending stores
+notes which device blocks were handed out, plans the stores of lives whose turn it is, and names the pending stores
 that must have read their blocks before this step writes. A running request in whose step nothing of that happens
 costs one entry of one flat pass over the engine's own ``new_block_ids``: a chunk can only have filled if the engine
 handed a block to the request since, so no token is counted anywhere.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, islice
 
@@ -44,6 +44,7 @@ from orlop.scheduler.fences import FenceTable
 from orlop.scheduler.prefix import Lookups, find_hit, needed_chunks
 from orlop.scheduler.request import Job, RequestState
 from orlop.scheduler.stores import PlannedStore, StorePlanner
+from orlop.scheduler.turns import Turns
 from orlop.tiering.base import OffloadingManager
 
 FEW = 256
@@ -65,9 +66,9 @@ class SchedulerOptions:
     ``store_deadline_s``: a device store unreported for so long is settled as failed. ``lookup_wait_s`` and
     ``promotion_wait_s`` are the manager's limits, at which its answers may change. ``max_chunks_per_step``: at
     most so many chunks are offered for storing in one step; the rest follows in the next. ``max_joint_chunks``: at
-    most so many requests that fill one chunk each share a store job; a fence waits for the whole of it.
-    ``gather_steps``: chunks that decoding fills are stored in every so manieth step; in every one where a group has a
-    sliding window, behind which blocks are recycled. ``look_ahead``: for at most so many requests that the engine has
+    most so many chunks of several requests share a store job; a fence waits for the whole of it. ``gather_steps``: so
+    many steps, or a few more, a request that decodes gathers what it fills before it is stored; none where a group has
+    a sliding window, behind which blocks are recycled. ``look_ahead``: for at most so many requests that the engine has
     not come to, tiers are asked and promotions begun; 0 where that brings nothing.
     """
 
@@ -112,15 +113,14 @@ class OffloadingConnectorScheduler:
         self._unreached: dict[int, RequestState] = {}
         """Lives that the engine has added and not asked about yet, by arrival; empty without look-ahead."""
         self._unplanned: dict[int, RequestState] = {}
-        """Live ones to look at again next step: keys were late, or the step's budget ran out."""
+        """Live ones to look at again next step: the step's budget ran out."""
+        gather_steps = 1 if any(g.sliding_window for g in geometry.groups) else self.options.gather_steps
+        self._gathered = Turns(gather_steps)
+        """Live requests that decode and have got blocks since their last turn."""
         self._current_batch_load_jobs: list[TransferJob] = []
         self._current_batch_jobs_to_flush: set[int] = set()
         self._current_batch_allocated_block_ids: set[int] = set()
         self._current_batch_loads_to_fail: list[int] = []
-        self._gather_steps = 1 if any(g.sliding_window for g in geometry.groups) else self.options.gather_steps
-        self._steps_gathered = 0
-        self._must_plan = False
-        """Prompts have filled chunks, which are stored at once, as far as a step's budget goes."""
         self._device_is_old = False
         self._next_life = 1
         self._next_job = 1
@@ -189,15 +189,14 @@ class OffloadingConnectorScheduler:
 
     def request_finished(self, request: Request, *, now: float) -> tuple[bool, None]:
         """The request ends, for any reason; its blocks are freed right after. Never delays that."""
-        state = self._live.pop(request.request_id, None)
+        state = self._live.get(request.request_id)
         if state is None:
             return False, None
+        self._forget_live(state)
         state.req = request
         state.finished = True
         if state.waits_since is not None:
             self._answer_delays.observe(now - state.waits_since)
-        self._unplanned.pop(state.context.life, None)
-        self._unreached.pop(state.context.life, None)
         self._note_final_tokens(state)
         for job_id in state.transfer_jobs:
             job = self._jobs[job_id]
@@ -214,10 +213,10 @@ class OffloadingConnectorScheduler:
         """The step message. Once per step, also when nothing is scheduled."""
         self._expire_stores(now)
         self._note_preempted(scheduler_output.preempted_req_ids or ())
-        touched = self._note_scheduled(scheduler_output)
+        urgent = self._note_scheduled(scheduler_output)
         store_jobs = self._plan_owed(now)
         self._flush_claimed()
-        store_jobs += self._plan_live(touched, scheduler_output.num_scheduled_tokens, now)
+        store_jobs += self._plan_live(urgent, scheduler_output.num_scheduled_tokens, now)
         if self._unreached:
             self._look_ahead(now)
         self.manager.on_schedule_end(now=now)
@@ -270,6 +269,7 @@ class OffloadingConnectorScheduler:
                 self._fences.raise_for(job, job.block_ids)
         self._current_batch_load_jobs = [job._replace(doomed=True) for job in self._current_batch_load_jobs]
         for state in self._live.values():
+            self._learn_blocks(state)
             state.transfer_jobs.clear()
             state.forget_answer()
             state.since = None
@@ -279,7 +279,7 @@ class OffloadingConnectorScheduler:
         for table in self._chunks_being_loaded:
             table.clear()
 
-    def take_events(self) -> Iterable[CacheEvent]:
+    def take_events(self) -> Sequence[CacheEvent]:
         """Events of the manager since the last call."""
         return self.manager.take_events()
 
@@ -307,7 +307,7 @@ class OffloadingConnectorScheduler:
             self._settle(job, ok=False, released=False, now=now)
         self._unreached.clear()
         for state in list(self._req_status.values()):
-            self._live.pop(state.context.req_id, None)
+            self._forget_live(state)
             state.finished = True
             self._end_life(state)
 
@@ -332,6 +332,13 @@ class OffloadingConnectorScheduler:
         self.manager.on_new_request(context)
         return state
 
+    def _forget_live(self, state: RequestState) -> None:
+        """The engine's hooks no longer mean this life."""
+        self._live.pop(state.context.req_id, None)
+        self._unplanned.pop(state.context.life, None)
+        self._unreached.pop(state.context.life, None)
+        self._learn_blocks(state)
+
     def _end_life_if_drained(self, state: RequestState) -> None:
         if state.finished and not state.transfer_jobs and state.context.life not in self._owed:
             self._end_life(state)
@@ -340,7 +347,6 @@ class OffloadingConnectorScheduler:
         """The one place where a life ends: no call with its context follows."""
         if self._req_status.pop(state.context.life, None) is not None:
             self._owed.pop(state.context.life, None)
-            self._unplanned.pop(state.context.life, None)
             self.manager.on_request_finished(state.context)
 
     def _note_final_tokens(self, state: RequestState) -> None:
@@ -583,6 +589,9 @@ class OffloadingConnectorScheduler:
         """Blocks that another was to fill before a step, and did not: what is being stored of the lives that hold them
         is not what its keys say. The engine computes those tokens again, and then they are offered again.
         """
+        for req_id in list(self._gathered):
+            self._learn_blocks(self._live[req_id])
+            self._await_turn(self._live[req_id])
         for state in self._req_status.values():
             if any(not set(group.block_ids).isdisjoint(block_ids) for group in state.groups):
                 for group in state.groups:
@@ -673,11 +682,12 @@ class OffloadingConnectorScheduler:
                 }
                 state.rewind()
                 self._unplanned.pop(state.context.life, None)
+                self._gathered.take(req_id)
 
     def _note_scheduled(self, output: SchedulerOutput) -> list[RequestState]:
-        """Take over the blocks handed out; the lives that got some and have filled a chunk."""
+        """Note the blocks handed out. The lives that fill chunks of their prompts; the others wait for their turn."""
         scheduled = output.num_scheduled_tokens
-        touched: list[RequestState] = []
+        urgent: list[RequestState] = []
         for new in output.scheduled_new_reqs:
             state = self._live.get(new.req_id)
             if state is None:
@@ -686,33 +696,48 @@ class OffloadingConnectorScheduler:
                 self._take_blocks(state, new.block_ids, new.num_computed_tokens)
                 self._note_start(state, new.num_computed_tokens)
                 self._note_tokens(state, new.num_computed_tokens, scheduled.get(new.req_id, 0))
-                touched.append(state)
+                urgent.append(state)
         cached = output.scheduled_cached_reqs
         new_block_ids, resumed = cached.new_block_ids, cached.resumed_req_ids
-        live, handed_out = self._live, self._current_batch_allocated_block_ids
+        touched = len(urgent)
+        may_claim = bool(self._owed or self._fences)
         for i in compress(range(len(new_block_ids)), new_block_ids):  # None for most requests, skipped without Python
-            block_ids, req_id, computed = new_block_ids[i], cached.req_ids[i], cached.num_computed_tokens[i]
-            state = live.get(req_id)
-            if state is None:
+            block_ids, req_id = new_block_ids[i], cached.req_ids[i]
+            if req_id not in self._live:
                 self._hand_out(block_ids, 0)
                 continue
+            touched += 1
+            tokens = scheduled.get(req_id, 0)
             if resumed and req_id in resumed:
+                state, computed = self._live[req_id], cached.num_computed_tokens[i]
                 self._take_blocks(state, block_ids, computed)
                 self._note_start(state, computed)
-            else:
-                for group, ids in zip(state.groups, block_ids, strict=True):
-                    group.block_ids += ids
-                    handed_out.update(ids)
-            self._note_tokens(state, computed, scheduled.get(req_id, 0))
-            touched.append(state)
-        self.counters["states_touched"] += len(touched)
-        return [state for state in touched if self._planner.has_filled(state)]
+                self._note_tokens(state, computed, tokens)
+                urgent.append(state)
+                continue
+            self._gathered.note(req_id, block_ids)
+            if may_claim:
+                self._hand_out(block_ids, 0)
+            if tokens > 1:
+                self._note_tokens(self._live[req_id], cached.num_computed_tokens[i], tokens)
+                urgent.append(self._live[req_id])
+        self.counters["states_touched"] += touched
+        return urgent
 
     def _take_blocks(self, state: RequestState, block_ids: tuple[list[int], ...], computed: int) -> None:
         """``block_ids`` are all blocks of the life; those beyond ``computed`` tokens are handed out in this step."""
+        self._gathered.take(state.context.req_id)
         for group, ids in zip(state.groups, block_ids, strict=True):
             group.block_ids = list(ids)
         self._hand_out(block_ids, computed)
+
+    def _learn_blocks(self, state: RequestState) -> None:
+        """Take over the blocks that were noted for a live request; it waits for its turn no more."""
+        for group, ids in zip(state.groups, self._gathered.take(state.context.req_id), strict=False):
+            group.block_ids += ids
+
+    def _await_turn(self, state: RequestState) -> None:
+        self._gathered.note(state.context.req_id, [[] for _ in state.groups])
 
     def _hand_out(self, block_ids: tuple[list[int], ...], computed: int) -> None:
         """Blocks beyond ``computed`` tokens will be written, also those of a request that no hook has named."""
@@ -727,10 +752,10 @@ class OffloadingConnectorScheduler:
         elif self._device_is_old:
             state.tainted = True
 
-    def _note_tokens(self, state: RequestState, computed: int, scheduled: int) -> None:
+    @staticmethod
+    def _note_tokens(state: RequestState, computed: int, scheduled: int) -> None:
         state.tokens_before_step = computed
         state.tokens_filled = computed + scheduled
-        self._must_plan = self._must_plan or scheduled > 1
 
     def _plan_owed(self, now: float) -> list[TransferJob]:
         """Last chunks of finished lives. Their blocks are free: what is handed out now is read first."""
@@ -738,35 +763,37 @@ class OffloadingConnectorScheduler:
             return []
         states = list(self._owed.values())
         self._owed.clear()
-        planned, _ = self._planner.plan(states, EVERY_CHUNK, now)
-        jobs = [self._store_job(lives, stores, now) for lives, stores in planned]
+        plan = self._planner.plan(states, EVERY_CHUNK, now)
+        jobs = [self._store_job(lives, stores, now) for lives, stores in plan.jobs]
         for state in states:
             self._end_life_if_drained(state)
         return jobs
 
     def _plan_live(
-        self, touched: Collection[RequestState], scheduled: Mapping[str, int], now: float
+        self, urgent: Collection[RequestState], scheduled: Mapping[str, int], now: float
     ) -> list[TransferJob]:
-        """Stores of live requests. Chunks that decoding fills are gathered for some steps, so that they share jobs."""
-        if not touched and not self._unplanned:
+        """Stores of live requests: those that fill chunks of their prompts, and those that decode in their turn.
+
+        So what decoding fills is several chunks of each and of many requests, which share jobs.
+        """
+        due = self._gathered.next_step()
+        if not (due or urgent or self._unplanned):
             return []
-        self._steps_gathered += 1
-        if self._steps_gathered < self._gather_steps and not self._must_plan:
-            self._unplanned.update((state.context.life, state) for state in touched)
-            return []
-        self._steps_gathered = 0
-        seen = set(touched)
-        late = [s for s in self._unplanned.values() if s not in seen]
-        for state in late:
-            # Steps that handed it no block have gone by since it was last looked at, and its windows have moved on.
+        waited = dict.fromkeys([*self._unplanned.values(), *map(self._live.__getitem__, due)])
+        for state in urgent:
+            waited.pop(state, None)
+            self._learn_blocks(state)
+        for state in waited:
+            self._learn_blocks(state)
+            # Windows have moved on since its stores were last planned; draft tokens that were rejected count no more.
             computed = state.req.num_computed_tokens
             state.tokens_before_step = max(state.tokens_filled, computed)
-            # Draft tokens that were rejected since count no more.
-            state.tokens_filled = min(state.tokens_filled, computed + scheduled.get(state.context.req_id, 0))
-        planned, again = self._planner.plan([*late, *touched], self.options.max_chunks_per_step, now)
-        self._unplanned = {state.context.life: state for state in again}
-        self._must_plan = any(self._planner.is_behind(state) for state in again)
-        return [self._store_job(lives, stores, now) for lives, stores in planned]
+            state.tokens_filled = computed + scheduled.get(state.context.req_id, 0)
+        plan = self._planner.plan([*waited, *urgent], self.options.max_chunks_per_step, now)
+        self._unplanned = {state.context.life: state for state in plan.cut}
+        for state in plan.late:
+            self._await_turn(state)
+        return [self._store_job(lives, stores, now) for lives, stores in plan.jobs]
 
     def _store_job(self, lives: tuple[RequestState, ...], planned: Collection[PlannedStore], now: float) -> TransferJob:
         """The job that stores what was planned of some lives, all of them live or all finished."""
@@ -783,7 +810,7 @@ class OffloadingConnectorScheduler:
                 self._fences.raise_for(job, transfer.block_ids)
         # A live request's blocks may be filled by this very step even where its own tokens are older: another
         # request of the step computes them and the prefix cache shares them already.
-        req_id = lives[0].context.req_id if len(lives) == 1 else ""
+        req_id = lives[0].context.req_id if lives[0] is lives[-1] else ""
         return TransferJob(job.job_id, req_id, TransferKind.STORE, transfers, after_compute=not finished)
 
     def _flush_claimed(self) -> None:
@@ -840,6 +867,7 @@ class OffloadingConnectorScheduler:
                 _require(job is not None and job.kind is TransferKind.LOAD, f"load {job_id} is over and still listed")
         for owed in (self._owed, self._unplanned):
             _require(all(life in self._req_status for life in owed), "a gone life is still owed a store")
+        _require(self._live.keys() >= set(self._gathered), "a request waits for its turn that is not live")
         _require(all(s.finished for s in self._owed.values()), "a live request is owed a last chunk")
         unreached = self._unreached.items()
         _require(

@@ -18,13 +18,13 @@ request's failed store.
 In sliding-window groups, blocks that lie wholly behind the window may hold other tokens by now. Their chunks are
 passed over for good.
 
-Most requests that decode fill one chunk now and then, the last one that they have a key for. Those of one step are
-offered together, and share reservations and jobs (``JointOffer``): so what a chunk costs is not what a job costs.
+Requests that decode fill a few chunks each. Those of many requests are offered together, and share reservations and
+jobs (``JointOffer``): so what a chunk costs is not what a job costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +34,9 @@ from orlop.scheduler.request import GroupState, RequestState
 from orlop.tiering.base import OffloadingManager
 
 FEW = 4
-"""So many chunks that cannot be stored together are stored one by one."""
+"""So many offers that cannot be stored together are stored one by one."""
+SHORT = 8
+"""Longer runs of chunks are stored by themselves: in bulk, each chunk of them costs little."""
 
 
 class PlannedStore(NamedTuple):
@@ -47,11 +49,19 @@ class PlannedStore(NamedTuple):
 _Offer = tuple[RequestState, GroupState, int, int]
 """What one life may store of one group: chunks from a start to a stop."""
 Planned = tuple[tuple[RequestState, ...], list[PlannedStore]]
-"""The lives of one job, and what it stores of them."""
+"""The lives of one job (of a joint one, the life of each chunk), and what it stores of them."""
+
+
+class Plan(NamedTuple):
+    """What is to be stored, job by job; and lives with more: cut off by the budget, and those whose keys are late."""
+
+    jobs: list[Planned]
+    cut: list[RequestState]
+    late: list[RequestState]
 
 
 class StorePlanner:
-    """Plans the stores of lives, within a budget of chunks per step; at most ``most_joint`` lives share a job."""
+    """Plans the stores of lives, within a budget of chunks per step; at most ``most_joint`` chunks share a job."""
 
     def __init__(
         self, geometry: Geometry, manager: OffloadingManager, offload_decode: bool, most_joint: int = 16
@@ -65,18 +75,6 @@ class StorePlanner:
         self._offsets = np.tile(np.arange(geometry.blocks_per_chunk, dtype=np.int64), most_joint)
         self._offsets.flags.writeable = False  # transfers of few chunks share it
 
-    def storable_chunks(self, state: RequestState, group: GroupState) -> int:
-        """Chunks of the life that are filled, keyed, allocated and allowed to be stored."""
-        chunks = self._filled_chunks(state, group)
-        keyed, allocated = len(group.hashes), len(group.block_ids) // self._geometry.blocks_per_chunk
-        if chunks > keyed:  # comparisons, because min() costs more, and this is asked for every chunk
-            chunks = keyed
-        return chunks if chunks <= allocated else allocated
-
-    def _filled_chunks(self, state: RequestState, group: GroupState) -> int:
-        """Chunks of the life that are filled and allowed to be stored."""
-        return self._storable_tokens(state) // self._chunk_tokens[group.index]
-
     def _storable_tokens(self, state: RequestState) -> int:
         """Tokens of the life that are computed and allowed to be stored."""
         tokens = state.tokens_filled
@@ -86,79 +84,104 @@ class StorePlanner:
             tokens = min(tokens, state.max_offload_tokens)
         return tokens
 
-    def lacks_keys(self, state: RequestState) -> bool:
-        """Whether a chunk is computed whose key the engine has not made yet."""
-        return any(self._filled_chunks(state, group) > len(group.hashes) for group in state.groups)
+    def _storable_chunks(self, group: GroupState, filled: int) -> int:
+        """Those of the leading ``filled`` chunks that are keyed and allocated."""
+        return min(filled, len(group.hashes), len(group.block_ids) // self._geometry.blocks_per_chunk)
 
     def is_behind(self, state: RequestState) -> bool:
         """Whether some chunk of the life is storable and not settled."""
-        return not state.tainted and any(g.cursor < self.storable_chunks(state, g) for g in state.groups)
+        if state.tainted:
+            return False
+        tokens = self._storable_tokens(state)
+        groups = zip(state.groups, self._chunk_tokens, strict=True)
+        return any(g.cursor < self._storable_chunks(g, tokens // per_chunk) for g, per_chunk in groups)
 
-    def plan(self, states: Iterable[RequestState], budget: int, now: float) -> tuple[list[Planned], list[RequestState]]:
-        """Offer what is storable, at most ``budget`` chunks; moves the cursors.
-
-        What is to be stored, job by job; and the lives to look at again in the next step, because keys are late or the
-        budget is used up.
-        """
-        offers: list[_Offer] = []
-        singles: list[list[_Offer]] = [[] for _ in self._chunk_tokens]
-        filled = [state for state in states if self.has_filled(state) and not state.tainted]
-        for state in filled:
-            block_hashes = state.req.block_hashes
-            for group in state.groups:
-                group.learn_keys(block_hashes)
-                stop = self.storable_chunks(state, group)
-                if group.cursor >= stop:
+    def plan(self, states: Iterable[RequestState], budget: int, now: float) -> Plan:
+        """Offer what is storable, at most ``budget`` chunks; moves the cursors."""
+        plan = Plan([], [], [])
+        alone: list[_Offer] = []
+        short: list[list[_Offer]] = [[] for _ in self._chunk_tokens]
+        longest = min(SHORT, self._most_joint)
+        for state in states:
+            if state.tainted:
+                continue
+            tokens = self._storable_tokens(state)
+            is_cut = is_late = False
+            for group, per_chunk in zip(state.groups, self._chunk_tokens, strict=True):
+                filled = tokens // per_chunk
+                if filled <= group.cursor:
                     continue
-                start, stop = self._within(state, group, stop, budget)
+                group.learn_keys(state.req.block_hashes)
+                is_late = is_late or filled > len(group.hashes)
+                stop = self._storable_chunks(group, filled)
+                self._pass_over(state, group, stop)
+                start = group.cursor
+                if stop - start > budget:
+                    stop = start + budget
+                    is_cut = True
                 if start < stop:
                     budget -= stop - start
-                    single = stop - start == 1 and stop == len(group.hashes)
-                    (singles[group.index] if single else offers).append((state, group, start, stop))
-        planned: list[Planned] = []
-        for same_group in singles:
-            for at in range(0, len(same_group), self._most_joint):
-                planned += self._joint_stores(same_group[at : at + self._most_joint], offers, now)
-        planned += self._stores_one_by_one(offers, now)
-        again = [
-            s for s in filled if self.has_filled(s) and ((budget <= 0 and self.is_behind(s)) or self.lacks_keys(s))
-        ]
-        return planned, again
+                    # What is keyed beyond it may be there already, and is then to learn again what it extends.
+                    is_short = stop - start <= longest and stop == len(group.hashes)
+                    (short[group.index] if is_short else alone).append((state, group, start, stop))
+            if is_cut:
+                plan.cut.append(state)
+            elif is_late:
+                plan.late.append(state)
+        for same_group in short:
+            for lot in self._lots(same_group):
+                plan.jobs.extend(self._joint_stores(lot, alone, now))
+        plan.jobs.extend(self._stores_one_by_one(alone, now))
+        return plan
 
-    def _joint_stores(self, singles: list[_Offer], alone: list[_Offer], now: float) -> list[Planned]:
+    def _lots(self, offers: list[_Offer]) -> Iterator[list[_Offer]]:
+        """What may share a job: offers in their order, with as many chunks together as are allowed."""
+        first = chunks = 0
+        for i, (_, _, start, stop) in enumerate(offers):
+            chunks += stop - start
+            if chunks > self._most_joint:
+                yield offers[first:i]
+                first, chunks = i, stop - start
+        if offers:
+            yield offers[first:]
+
+    def _joint_stores(self, lot: list[_Offer], alone: list[_Offer], now: float) -> list[Planned]:
         """As few stores as will do, in halves where one of them stands in the way; what is left over goes to ``alone``.
 
         So a request that says again what another has said does not keep all the others from sharing.
         """
-        joint = self._joint_store(singles, now)
+        joint = self._joint_store(lot, now)
         if joint is not None:
             return [joint]
-        if len(singles) <= FEW:
-            alone += singles
+        if len(lot) <= FEW:
+            alone += lot
             return []
-        half = len(singles) // 2
-        return [*self._joint_stores(singles[:half], alone, now), *self._joint_stores(singles[half:], alone, now)]
+        half = len(lot) // 2
+        return [*self._joint_stores(lot[:half], alone, now), *self._joint_stores(lot[half:], alone, now)]
 
     def _joint_store(self, offers: Sequence[_Offer], now: float) -> Planned | None:
-        """One store for offers of one chunk each of one group, the last one that each life has a key for."""
+        """One store for offers of one group."""
         n = self._geometry.blocks_per_chunk
         index = offers[0][1].index
-        joint = JointOffer(
-            index,
-            [group.hashes[-1] for _, group, _, _ in offers],
-            [group.hashes[-2] if start else b"" for _, group, start, _ in offers],
-            [start for _, _, start, _ in offers],
-            [state.context for state, _, _, _ in offers],
-        )
-        reservation = self._manager.prepare_joint_store(joint, now=now)
+        hashes: list[bytes] = []
+        extends: list[bytes] = []
+        chunks: list[int] = []
+        lives: list[RequestState] = []
+        block_ids: list[int] = []
+        for state, group, start, stop in offers:
+            hashes += group.hashes[start:stop]
+            extends += group.hashes[start - 1 : stop - 1] if start else [b"", *group.hashes[: stop - 1]]
+            chunks += range(start, stop)
+            lives += [state] * (stop - start)
+            block_ids += group.block_ids[start * n : stop * n]
+        offer = JointOffer(index, hashes, extends, chunks, [state.context for state in lives])
+        reservation = self._manager.prepare_joint_store(offer, now=now)
         if reservation is None:
             return None
-        block_ids: list[int] = []
-        for _, group, start, stop in offers:
+        for _, group, _, stop in offers:
             group.cursor = stop
-            block_ids += group.block_ids[start * n : stop * n]
         transfer = self._transfer(index, reservation, np.array(block_ids, dtype=np.int64))
-        return tuple(state for state, _, _, _ in offers), [PlannedStore(reservation, transfer)]
+        return tuple(lives), [PlannedStore(reservation, transfer)]
 
     def _stores_one_by_one(self, offers: Iterable[_Offer], now: float) -> list[Planned]:
         """A store for each life, of all its groups."""
@@ -170,21 +193,11 @@ class StorePlanner:
                 planned.setdefault(state, []).append(self._planned(group, plan.reservation))
         return [((state,), stores) for state, stores in planned.items()]
 
-    def has_filled(self, state: RequestState) -> bool:
-        """Whether a chunk beyond a cursor may be stored; without one nothing else of the life needs a look."""
-        tokens = self._storable_tokens(state)
-        if len(self._chunk_tokens) == 1:  # the common case, for each of many requests in each step
-            return tokens >= (state.groups[0].cursor + 1) * self._chunk_tokens[0]
-        groups = zip(state.groups, self._chunk_tokens, strict=True)
-        return any(tokens >= (group.cursor + 1) * per_chunk for group, per_chunk in groups)
-
-    def _within(self, state: RequestState, group: GroupState, stop: int, budget: int) -> tuple[int, int]:
-        """What to offer now of the chunks from the cursor to ``stop``, as a start and a stop."""
+    def _pass_over(self, state: RequestState, group: GroupState, stop: int) -> None:
+        """Chunks below ``stop`` that a window has left behind count as settled."""
         window = self._windows[group.index]
-        if window is not None:
+        if window is not None and group.cursor < stop:
             group.cursor = self._first_in_window(state, group, window, stop)
-        start = group.cursor
-        return start, (stop if stop - start <= budget else start + budget)
 
     def _first_in_window(self, state: RequestState, group: GroupState, window: int, stop: int) -> int:
         """The first chunk all of whose blocks still hold this life's tokens when the step begins.

@@ -6,9 +6,10 @@ AssertionError as soon as a caller breaks the contract. Never: a file, a thread,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -213,7 +214,7 @@ class ManualTier(SecondaryTierManager):
         self._submit("submit_load", job)
 
     def _submit(self, name: str, job: TierJob) -> None:
-        for context in job.contexts or (None,):
+        for context in dict.fromkeys(job.contexts or (None,)):
             self._live(name, context, job)
         assert job.job_id not in self.jobs, f"job {job.job_id} is submitted twice"
         assert job.job_id not in self._reported, f"job {job.job_id} is submitted again after its report"
@@ -352,9 +353,10 @@ class RecordingManager(OffloadingManager):
         return plan
 
     def prepare_joint_store(self, offer: JointOffer, *, now: float) -> Reservation | None:
-        for context in offer.contexts:
+        for context in dict.fromkeys(offer.contexts):
             self._live("prepare_joint_store", context, offer)
-        assert len(offer.contexts) == len({context.life for context in offer.contexts}), "one life offers two chunks"
+        together = [life for life, _ in groupby(context.life for context in offer.contexts)]
+        assert len(together) == len(set(together)), "chunks of one life are scattered"
         self._stored_in_step = True
         reservation = self.inner.prepare_joint_store(offer, now=now)
         if reservation is not None:
@@ -379,7 +381,7 @@ class RecordingManager(OffloadingManager):
         self.inner.complete_store(reservation, success, now=now, released=released)
 
     def release(self, reservation: Reservation) -> None:
-        self.calls += [Call("release", context.life, reservation) for context in reservation.contexts]
+        self.calls += [Call("release", context.life, reservation) for context in dict.fromkeys(reservation.contexts)]
         assert self.retired.pop(reservation.number, None) is reservation, (
             f"release of {reservation.number}: not retired"
         )
@@ -403,7 +405,7 @@ class RecordingManager(OffloadingManager):
         self._resets += 1
         self.inner.reset_cache(generation, now=now)
 
-    def take_events(self) -> Iterable[CacheEvent]:
+    def take_events(self) -> Sequence[CacheEvent]:
         return self.inner.take_events()
 
     def get_stats(self) -> Mapping[str, float]:
@@ -441,7 +443,7 @@ class RecordingManager(OffloadingManager):
         self.open[reservation.number] = _Open(reservation, self._resets)
 
     def _completed(self, name: str, reservation: Reservation, kind: TransferKind) -> _Open:
-        self.calls += [Call(name, context.life, reservation) for context in reservation.contexts]
+        self.calls += [Call(name, context.life, reservation) for context in dict.fromkeys(reservation.contexts)]
         opened = self.open.pop(reservation.number, None)
         assert opened is not None, f"{name} of {reservation.number}: not open (completed twice?)"
         assert opened.reservation is reservation, f"{name} of {reservation.number}: another object than was handed out"

@@ -7,7 +7,7 @@ say "nothing to do".
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,7 +136,7 @@ class OffloadingManager(ABC):
         Reservations still open are honoured: their completion publishes nothing and frees the slots.
         """
 
-    def take_events(self) -> Iterable[CacheEvent]:
+    def take_events(self) -> Sequence[CacheEvent]:
         """Events since the last call."""
         return ()
 
@@ -218,7 +218,7 @@ class SecondaryTierManager(ABC):
         """Only work that must finish with no request around and that no submitted job stands for."""
         return False
 
-    def take_events(self, namespace: Namespace) -> Iterable[CacheEvent]:
+    def take_events(self, namespace: Namespace) -> Sequence[CacheEvent]:
         """Events since the last call, of chunks of ``namespace``; "all has left" first where that is a new one."""
         return ()
 

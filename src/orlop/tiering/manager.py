@@ -387,7 +387,7 @@ class TieringManager(OffloadingManager):
         chunks, slots = np.array(offer.chunks, dtype=np.int64), np.array(taken, dtype=np.int64)
         contexts, hashes = tuple(offer.contexts), tuple(offer.hashes)
         reservation = Reservation(self._number(), TransferKind.STORE, contexts, offer.group, hashes, chunks, slots)
-        self._allocations.observe(1, len(taken))
+        self._allocations.observe(len(taken))
         self._note_writing(reservation, now)
         return reservation
 
@@ -871,7 +871,7 @@ class TieringManager(OffloadingManager):
         if not self.options.keep_tiers_on_reset:
             self._namespace = self._namespace_of(generation)
 
-    def take_events(self) -> Iterable[CacheEvent]:
+    def take_events(self) -> Sequence[CacheEvent]:
         if self.host.evictions != self._evictions_noted:
             self._note_evictions()
         if not self.options.events:

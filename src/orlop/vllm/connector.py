@@ -122,7 +122,8 @@ class OrlopConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return tuple(translate.vllm_events(self._half.take_events(), self._half.chunk_tokens))
+        events = self._half.take_events()
+        return tuple(translate.vllm_events(events, self._half.chunk_tokens)) if events else ()
 
     def get_kv_connector_stats(self) -> OrlopStats | None:
         if self._role is KVConnectorRole.WORKER:

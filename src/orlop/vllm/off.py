@@ -5,7 +5,7 @@ In: the hooks. Out: "nothing found, nothing to do". Never: a region, a thread, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orlop.core import CacheEvent, OffloadingConnectorMetadata, WorkerOutput
@@ -40,7 +40,7 @@ class Off:
 
     def reset_cache(self, device_cleared: bool = True) -> None: ...
 
-    def take_events(self) -> Iterable[CacheEvent]:
+    def take_events(self) -> Sequence[CacheEvent]:
         return ()
 
     def get_stats(self) -> Mapping[str, float]:

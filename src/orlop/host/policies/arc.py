@@ -22,8 +22,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from orlop.core import Int64Array
+from orlop.host.columns import bytes_of, numbers_of
 from orlop.host.policies.base import EvictionPolicy
-from orlop.host.policies.columns import bytes_of, numbers_of
 from orlop.host.policies.line import Line
 from orlop.host.policies.prints import prints
 

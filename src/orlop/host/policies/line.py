@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from orlop.core import Int64Array
-from orlop.host.policies.columns import UInt8Array, bytes_of, numbers_of
+from orlop.host.columns import UInt8Array, bytes_of, numbers_of
 
 MARKS = 8
 """Marks are numbers below it; 0 is the one that holes have too."""

@@ -26,8 +26,8 @@ from heapq import heappop, heappush, heappushpop
 import numpy as np
 
 from orlop.core import Int64Array
+from orlop.host.columns import bytes_of, numbers_of
 from orlop.host.policies.base import EvictionPolicy
-from orlop.host.policies.columns import bytes_of, numbers_of
 
 SLOT_BITS = 32
 SLOT_MASK = (1 << SLOT_BITS) - 1
