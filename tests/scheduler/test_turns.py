@@ -106,13 +106,13 @@ def test_who_is_gone_has_no_turn_and_keeps_nobody_from_theirs() -> None:
 
 
 def test_who_comes_back_after_it_was_gone_stands_at_the_end() -> None:
-    turns = waiting(Turns(8), "a", "b")
+    turns = waiting(Turns(2 * EVERY), "a", "b")
     for _ in range(EVERY):
         turns.next_step()
     turns.take("a")
     waiting(turns, "a")
     assert list(turns) == ["b", "a"]
-    assert until_due(turns) == (8 - EVERY, ["b"])
+    assert until_due(turns) == (EVERY, ["b"])
     assert until_due(turns) == (EVERY, ["a"])
 
 
@@ -190,9 +190,9 @@ class NaiveTurns:
 
     def next_step(self) -> list[str]:
         self.step += 1
-        if self.step % min(4, self.steps) != 0:
+        if self.step % min(8, self.steps) != 0:
             return []
-        most = max(32, len(self.came) // 8) if self.steps > 1 else len(self.came)
+        most = max(64, len(self.came) // 8) if self.steps > 1 else len(self.came)
         return [name for at, (name, since) in enumerate(self.came) if at < most and self.step - since >= self.steps]
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-EVERY = 4
+EVERY = 8
 """Turns are taken in every so manieth step."""
-LOT, PARTS = 32, 8
+LOT, PARTS = 64, 8
 """At most so many requests, or such a part of all that wait, have their turn in one step: what is gathered is not all
 copied at once."""
 
