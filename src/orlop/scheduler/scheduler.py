@@ -113,7 +113,7 @@ class OffloadingConnectorScheduler:
         self._unreached: dict[int, RequestState] = {}
         """Lives that the engine has added and not asked about yet, by arrival; empty without look-ahead."""
         self._unplanned: dict[int, RequestState] = {}
-        """Live ones to look at again next step: the step's budget ran out."""
+        """Live ones to look at again next step: the step's budget ran out, or their prompt is not computed yet."""
         gather_steps = 1 if any(g.sliding_window for g in geometry.groups) else self.options.gather_steps
         self._gathered = Turns(gather_steps)
         """Live requests that decode and have got blocks since their last turn."""
@@ -789,8 +789,11 @@ class OffloadingConnectorScheduler:
             computed = state.req.num_computed_tokens
             state.tokens_before_step = max(state.tokens_filled, computed)
             state.tokens_filled = computed + scheduled.get(state.context.req_id, 0)
-        plan = self._planner.plan([*waited, *urgent], self.options.max_chunks_per_step, now)
-        self._unplanned = {state.context.life: state for state in plan.cut}
+        states = [*waited, *urgent]
+        plan = self._planner.plan(states, self.options.max_chunks_per_step, now)
+        # The next piece of a prompt may fill a chunk without a block of its own.
+        in_prompt = (state for state in states if state.tokens_filled < state.req.num_prompt_tokens)
+        self._unplanned = {state.context.life: state for state in [*plan.cut, *in_prompt]}
         for state in plan.late:
             self._await_turn(state)
         return [self._store_job(lives, stores, now) for lives, stores in plan.jobs]
