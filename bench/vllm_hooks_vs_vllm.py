@@ -16,7 +16,7 @@ default: in each cycle, as many steps as a chunk has tokens, each of the request
 That is taken twice: all requests fill theirs in the same step, as after prompts of one length; and each in a step of
 its own, spread over the cycle, as after prompts of many lengths. The mean over whole cycles is what an engine pays; of
 the first, the steps in which no chunk fills have a row of their own. A turn goes before those that are counted.
-A side that gathers chunks may store fewer in its steps than fill in them: then its mean is charged in proportion.
+A side that gathers chunks may store a few less in all its turns than fill in them: then it is charged in proportion.
 Chunks are small here, so up to 64 of them share a store job of ours; of chunks of 2 MiB it would be 32, which
 ``--most-joint 32`` shows.
 """
@@ -51,8 +51,10 @@ from scheduler_vs_vllm import BLOCK_TOKENS, RUNNING, EngineSizes, Peer, Rig, Row
 
 CONTEXT = 8192
 GOAL = 20
-TURN_STEPS = 128
+TURN_STEPS = 512
 """At least so many steps of one side follow each other: two engines that alternate would empty each other's caches."""
+SETTLE_STEPS = 160
+"""Then a side that gathers chunks for some time stores as many as fill."""
 STORED_PER_STEP = 2048
 """Of prompts; ours spreads them over so many a step, the peer stores them at once."""
 STEP_HOOKS = (
@@ -174,9 +176,16 @@ def decode(blocks_per_chunk: int, turns: int, spread: bool, decoded: bool) -> li
     when = "filled one a step or so" if spread else "all filled in one step"
     quiet = Row(f"a step in which no chunk fills, {chunks}", f">= {GOAL}x")
     mean = Row(f"{chunks}, {when if decoded else 'prompts alone are stored'}", f">= {GOAL}x")
+    filled = turns * turn_steps // chunk_tokens * RUNNING if decoded else 0
+    stored = [0 for _ in rigs]
     for _ in range(turns):
-        for rig in rigs:
-            one_turn(rig, turn_steps, quiet, mean, turn_steps // chunk_tokens * RUNNING if decoded else 0)
+        for i, rig in enumerate(rigs):
+            stored[i] += one_turn(rig, turn_steps, quiet, mean)
+    for rig, chunks in zip(rigs, stored, strict=True):
+        name = rig.side.name
+        assert abs(chunks - filled) <= filled // 10, f"{name}: stored {chunks} chunks, expected about {filled}"
+        owing = max(1.0, filled / chunks) if decoded else 1.0
+        mean.samples[name] = [sample * owing for sample in mean.samples[name]]
     return [mean] if spread else [quiet, mean]
 
 
@@ -202,13 +211,14 @@ def settle(
         rig.step()
         stored += rig.side.chunks_stored(rig.message)
         assert len(rig.scheduler.running) == RUNNING
-    for _ in range(max(chunk_tokens, TURN_STEPS)):
+    for _ in range(max(chunk_tokens, SETTLE_STEPS)):
         rig.step()
     while rig.scheduler.running[0].num_computed_tokens % chunk_tokens != chunk_tokens // 2:
         rig.step()  # so that chunks fill in the middle of a cycle, and are stored in it
 
 
-def one_turn(rig: EveryStep, steps: int, quiet: Row, mean: Row, chunks: int) -> None:
+def one_turn(rig: EveryStep, steps: int, quiet: Row, mean: Row) -> int:
+    """Adds to the samples of both rows; the chunks that were stored."""
     spent, stored, was_busy = [], 0, rig.busy
     for _ in range(steps):
         rig.step()
@@ -217,9 +227,8 @@ def one_turn(rig: EveryStep, steps: int, quiet: Row, mean: Row, chunks: int) -> 
         if not rig.busy and not was_busy and rig.scheduler.running[0].num_computed_tokens % BLOCK_TOKENS > 1:
             quiet.samples[rig.side.name].append(spent[-1])
         was_busy = rig.busy
-    assert bool(stored) == bool(chunks), f"{rig.side.name}: stored {stored} chunks, expected about {chunks}"
-    owing = max(1.0, chunks / stored) if chunks else 1.0
-    mean.samples[rig.side.name].append(statistics.mean(spent) * owing)
+    mean.samples[rig.side.name].append(statistics.mean(spent))
+    return stored
 
 
 def main() -> None:
