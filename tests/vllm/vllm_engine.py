@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from byte_engine import PATIENT
-
 BLOCK_TOKENS = 32
 DEVICE_BLOCKS = 40
 MODEL_TOKENS = 512
 TIE = 1e-4
 PATIENCE_S = 60.0
+PATIENT = {"lookup": "60s", "promotion": "60s", "cascade": "120s"}
 
 Prompt = Sequence[int]
 
