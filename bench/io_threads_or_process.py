@@ -1,8 +1,8 @@
 """Threads of the engine's process, or a process of their own: who moves chunks faster beside a busy engine?
 
-In: a directory on the disk to measure. Out: a table of GB/s of both, beside an idle and a busy main thread, and what
-the I/O costs the main thread. Never: more than about 20 seconds on a machine that has nothing else to do, or anything
-left in the directory.
+In: a directory on the disk to measure, ``--short``. Out: a table of GB/s of both, beside an idle and a busy main
+thread, and what the I/O costs the main thread. Never: more than about 20 seconds on a machine that has nothing else to
+do, or anything left in the directory.
 
 Method: one TierRunner over a FilesStore with direct I/O, once with ``io_process=False``, once with True; jobs of
 4 MiB, a bounded number in flight, four I/O threads. "Busy" means that the main thread does units of pure Python of
@@ -10,15 +10,15 @@ about 0.4 ms, as a scheduler step does, one after the other, and looks for repor
 the 99th percentile of a unit, against the same units with no I/O at all. Bytes are verified in both directions, so
 the rates hold the hashing too. Two cores or more are needed to see anything.
 
-    PYTHONPATH=src python bench/io_threads_or_process.py [DIRECTORY]
+    PYTHONPATH=src python bench/io_threads_or_process.py [DIRECTORY] [--short]
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -168,7 +168,10 @@ def measure(directory: str, chunk_kib: int, unit: Unit, *, io_process: bool) -> 
 
 
 def main() -> None:
-    directory = sys.argv[1] if len(sys.argv) > 1 else tempfile.gettempdir()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", nargs="?", default=tempfile.gettempdir(), help="on the disk to measure")
+    parser.add_argument("--short", action="store_true", help="the smaller chunks alone")
+    options = parser.parse_args()
     unit = Unit()
     alone = [unit() for _ in range(1000)]
     began = time.perf_counter()
@@ -178,12 +181,12 @@ def main() -> None:
     print(f"a unit of busy work alone: median {median_ms:.2f} ms, p99 {p99_ms:.2f} ms; load {os.getloadavg()[0]:.1f}")
     print()
     print("chunk    verb   beside   threads GB/s  process GB/s  ratio   unit p99 ms: threads  process")
-    for chunk_kib in CHUNK_KIB:
+    for chunk_kib in CHUNK_KIB[:1] if options.short else CHUNK_KIB:
         if time.perf_counter() - began > BUDGET_S:
             print(f"{chunk_kib:>3} KiB  left out: {BUDGET_S:g} s are over, the machine has other things to do")
             continue
-        threads = measure(directory, chunk_kib, unit, io_process=False)
-        process = measure(directory, chunk_kib, unit, io_process=True)
+        threads = measure(options.directory, chunk_kib, unit, io_process=False)
+        process = measure(options.directory, chunk_kib, unit, io_process=True)
         for (beside, verb), t in threads.items():
             p = process[beside, verb]
             price = f"{t.p99_ms:>21.2f} {p.p99_ms:>8.2f}" if t.units else ""

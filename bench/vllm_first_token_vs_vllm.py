@@ -26,7 +26,6 @@ import os
 import platform
 import random
 import select
-import socket
 import statistics
 import subprocess
 import sys
@@ -37,6 +36,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "vllm"))
+
+import vllm_models
+from vllm_ports import hold_port, number_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT_TOKENS, BLOCK_TOKENS, DEVICE_BLOCKS = 2_000, 32, 80
@@ -185,7 +189,8 @@ class LMCacheServer:
     """LMCache's server with host memory and its file tier; ends with the block."""
 
     def __init__(self, python: Path, folder: Path, log: Path) -> None:
-        self.port, self._http = free_port(), free_port()
+        self._held = hold_port(), hold_port()
+        self.port, self._http = map(number_of, self._held)
         adapter = {"type": "fs_native", "base_path": str(folder), "use_odirect": True, "num_workers": 4}
         command = [python.with_name("lmcache"), "server", "--host", "127.0.0.1", "--port", self.port]
         command += ["--http-port", self._http, "--disable-observability", "--eviction-policy", "LRU"]
@@ -205,22 +210,21 @@ class LMCacheServer:
             with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self._http}/healthcheck", timeout=5):
                 return self
             time.sleep(0.2)
-        end(self._process)
+        self._end()
         raise Failed(f"LMCache's server does not start: {tail(self._log)}")
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
+        self._end()
+
+    def _end(self) -> None:
         end(self._process)
+        for held in self._held:
+            held.close()
 
 
 def tail(log: Path) -> str:
     return log.read_text(errors="replace")[-2000:]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 class Bench:
@@ -228,9 +232,6 @@ class Bench:
 
     def __init__(self, folder: Path, tiers: Sequence[str], lmcache: Path | None) -> None:
         self._folder, self._tiers, self._lmcache = folder, tiers, lmcache
-        sys.path.insert(0, str(ROOT / "tests" / "vllm"))
-        import vllm_models
-
         self._model = vllm_models.make_llama(folder / "model", **SIZES)
 
     def start(self, stack: ExitStack) -> dict[str, Engine]:

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "vllm"))
+sys.path.extend(str(Path(__file__).resolve().parents[1] / "tests" / folder) for folder in ("vllm", "bytes"))
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that its counters can be read
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

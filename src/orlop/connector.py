@@ -68,8 +68,8 @@ LEAST_SLOTS = 4
 LEAST_LOOKUP_LIMIT_S = 5.0
 LEAST_MAX_RETIRED = 64
 """Slots that a tier may hold past their deadline before it is out of service, where a quarter of all is less."""
-GATHER_STEPS = 64
-"""Steps for which chunks that decoding fills are gathered, to be stored together: one or two seconds."""
+GATHER_STEPS = 128
+"""Steps for which chunks that decoding fills are gathered, to be stored together: some seconds."""
 JOINT_BYTES = 64 * 1024 * 1024
 MOST_JOINT = 64
 """So much, and so many chunks, of several requests share a store job; a fence for one of them waits for all of it."""
@@ -258,13 +258,13 @@ class OffloadingConnector:
 
     # --- joining the parts --------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def _scheduler(self) -> OffloadingConnectorScheduler:
         if self._scheduler_half is None:
             raise ConfigError("found a call of the scheduler half on a worker half, expected the other connector")
         return self._scheduler_half
 
-    @property
+    @cached_property
     def _worker(self) -> OffloadingConnectorWorker:
         if self._worker_half is None:
             raise ConfigError("found a call of the worker half, expected register_kv_caches() before it")
@@ -395,7 +395,8 @@ class OffloadingConnector:
 
     def _describe_tier(self, entry: TierEntry, stored_until: float) -> str:
         tier = entry.tier
-        text = tier.name if entry.store else f"{tier.name} (read only)"
+        when = "" if entry.store else " (written on eviction)" if entry.evicted_bytes else " (read only)"
+        text = tier.name + when
         if tier.name in self._troubles or not isinstance(tier, TierRunner):
             return text
         if not tier.wait_counted(max(0.0, stored_until - time.monotonic())):

@@ -306,6 +306,7 @@ class SchedulerOutput(Protocol):
     scheduled_new_reqs: Sequence[Any]
     scheduled_cached_reqs: Any
     num_scheduled_tokens: Mapping[str, int]
+    total_num_scheduled_tokens: int
     preempted_req_ids: set[str] | None
 
 

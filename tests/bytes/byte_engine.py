@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from orlop import connector
+from patience import PATIENT
+
 from orlop.config import OrlopConfig
 from orlop.connector import OffloadingConnector
 from orlop.core import EngineSpec, Geometry, KVGroup, Reservation
@@ -24,9 +25,6 @@ from orlop.testing.byte_device import ByteDevice
 from orlop.testing.request_runner import EngineRequest, RequestRunner
 from orlop.tiering.breaker import BreakerState
 
-# A loaded machine must not change what is found, only when: neither by a tier's deadlines nor by those of a start.
-PATIENT = {"lookup": "60s", "promotion": "60s", "cascade": "120s"}
-connector.TIER_START_TIMEOUT_S = connector.MEMORY_START_TIMEOUT_S = 60.0
 FULL = (KVGroup(0, 4, layers=("a", "b")),)
 HYBRID = (KVGroup(0, 4, layers=("a", "b")), KVGroup(1, 4, sliding_window=8, layers=("c", "d")))
 
@@ -88,6 +86,7 @@ class Engine:
                 "host": {"bytes": 24 * 4096 * ranks},
                 "blocks_per_chunk": 2,
                 "io_process": io_process,
+                "store_deadline": "60s",
                 **({"tiers": [tier or files]} if tiers else {}),
                 **(settings or {}),
             },

@@ -131,12 +131,14 @@ def test_a_signal_stops_the_demo_and_its_process_and_leaves_only_what_was_asked_
         (["--work-dir", "{dir}/file"], "--work-dir {dir}/file: cannot be used: "),
         (["--work-dir", "{dir}/file/below"], "--work-dir {dir}/file/below: cannot be used: "),
         (["--work-dir", "/proc/nope"], "--work-dir /proc/nope: cannot be used: "),
+        (["--work-dir", "{dir}/used"], "--work-dir {dir}/used: found the store of an earlier demo, expected none"),
         (["--plot", "{dir}/p.png"], "--plot {dir}/p.png: found .png, expected .svg"),
         (["--plot", "{dir}/no/p.svg"], "--plot {dir}/no/p.svg: cannot be written: No such"),
     ],
 )
 def test_what_a_user_can_put_right_is_one_line_and_exit_code_2(tmp_path, arguments, says, monkeypatch, capsys):
     (tmp_path / "file").write_text("in the way")
+    (tmp_path / "used" / "store").mkdir(parents=True)
     monkeypatch.setattr(sys, "argv", ["orlop", "demo", *(a.format(dir=tmp_path) for a in arguments)])
     with pytest.raises(SystemExit) as ended:
         main()

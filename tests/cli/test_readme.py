@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from cli_processes import TIMEOUT_S, orlop, rows_of
+from patience import PATIENT_ENVIRON
 from typer.main import get_command
 
 from orlop.cli.main import EXAMPLE_LINE, app
@@ -25,10 +26,6 @@ from orlop.config import OrlopConfig
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 EXAMPLES = ROOT / "examples"
-PATIENT = dict.fromkeys(
-    ("ORLOP_DRAIN_DEADLINE", "ORLOP_TIERS_0_DEADLINE_LOOKUP", "ORLOP_TIERS_0_DEADLINE_PROMOTION"), "60s"
-)
-"""What a busy machine may lack of time."""
 
 
 def examples(language):
@@ -50,7 +47,7 @@ def said(tmp_path_factory):
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=folder,
-            env=os.environ | PATIENT,
+            env=os.environ | PATIENT_ENVIRON,
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from byte_engine import PATIENT
+from patience import PATIENT
 
 from orlop.cli.main import main
 from orlop.cli.stored import Stored, open_folder

@@ -8,7 +8,7 @@ import shutil
 import sys
 
 import pytest
-from byte_engine import PATIENT
+from patience import PATIENT
 
 from orlop.cli.main import main
 from orlop.cli.stored import Stored, open_folder

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from byte_engine import PATIENT
+from patience import PATIENT
 from safetensors.torch import load_file, save_file
 
 from orlop.engine.llm import LLM, EngineConfig

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 import torch
-from byte_engine import PATIENT
 from engine_doubles import engine, greedy
+from patience import PATIENT
 
 from orlop.errors import OrlopError
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
-from byte_engine import PATIENT
 from engine_doubles import engine, greedy, run_checked
+from patience import PATIENT
 
 from orlop.engine.blocks import NULL_BLOCK, BlockPool
 from orlop.engine.model import ModelConfig

@@ -12,7 +12,7 @@ import random
 import sys
 
 import torch
-from byte_engine import PATIENT
+from patience import PATIENT
 
 from orlop.engine.llm import LLM, EngineConfig
 from orlop.engine.model import ModelConfig

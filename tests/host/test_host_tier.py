@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import pytest
 
 from orlop.core import Int64Array, KeyRun
 from orlop.errors import InvariantError
+from orlop.host.policies.lru import LRU
 from orlop.host.slots import SlotState
-from orlop.host.tier import EVICTED_KEPT, HostTier
+from orlop.host.tier import EVICTED_KEPT, FIRST_BATCH, GROWTH, LAST_BATCH, HostTier
 
 
 def run_of(name: str, chunks: int, group: int = 0) -> KeyRun:
@@ -70,6 +72,114 @@ def test_the_readable_prefix_is_counted_to_its_last_chunk(length: int) -> None:
     assert tier.ready_prefix(run_of("a", 5000).part(length // 2, 5000)) == length - length // 2
     tier.discard(0, [b"a%d" % (length // 2)])
     assert tier.ready_prefix(run_of("a", 5000)) == length // 2
+
+
+ENDS = [*accumulate(min(FIRST_BATCH * GROWTH**i, LAST_BATCH) for i in range(7))]
+"""Where batches end, the last two of the greatest size."""
+LONGEST = ENDS[-1]
+EDGES = [end + shift for end in ENDS[:-1] for shift in (-1, 0, 1)]
+
+
+@pytest.fixture(scope="module")
+def long_tier() -> tuple[HostTier, KeyRun]:
+    """A run of many batches, all of it readable."""
+    tier, run = HostTier(LONGEST), run_of("a", LONGEST)
+    tier.publish_and_unhold(reserve(tier, run))
+    return tier, run
+
+
+@pytest.mark.parametrize("damage", ["missing", "being written", "missing while another is written"])
+@pytest.mark.parametrize("length", [0, 1, *EDGES, LONGEST - 1])
+def test_the_readable_prefix_ends_before_what_is_missing_or_being_written(
+    length: int, damage: str, long_tier: tuple[HostTier, KeyRun]
+) -> None:
+    tier, run = long_tier
+    slots, last = tier.slots_of(run), None
+    tier.discard(0, run.hashes[length : length + 1])
+    if damage == "missing while another is written":
+        tier.discard(0, run.hashes[-1:])
+        last = reserve(tier, run.part(LONGEST - 1, LONGEST)) if length < LONGEST - 1 else None
+    written = reserve(tier, run.part(length, length + 1)) if damage == "being written" else None
+    for start in (0, 1, FIRST_BATCH):
+        part, expected = run.part(start, LONGEST), max(0, length - start)
+        if start <= length:
+            assert tier.ready_prefix(part) == expected
+            assert tier.ready_slots(part).tolist() == slots[start:length].tolist()
+    assert tier.slot_state(0, run.hashes[length]) is (None if written is None else SlotState.RESERVED)
+    assert tier.states(run)[length] == (0 if written is None else 1)
+    if written is None:
+        written = reserve(tier, run.part(length, length + 1))
+    tier.publish_and_unhold(written)
+    if last is not None:
+        tier.publish_and_unhold(last)
+    assert tier.ready_prefix(run) == LONGEST
+    assert tier.ready_slots(run).tolist() == tier.slots_of(run).tolist()
+
+
+@pytest.mark.parametrize("length", [1, *EDGES, LONGEST])
+def test_a_run_that_is_wholly_readable_is_so_at_every_length(length: int, long_tier: tuple[HostTier, KeyRun]) -> None:
+    tier, run = long_tier
+    assert tier.ready_prefix(run.part(0, length)) == length
+    assert tier.ready_prefix(run.part(LONGEST - length, LONGEST)) == length
+    assert tier.ready_slots(run.part(0, length)).tolist() == tier.slots_of(run.part(0, length)).tolist()
+
+
+def test_an_empty_run_has_no_chunk() -> None:
+    tier = HostTier(8)
+    store(tier, run_of("a", 3))
+    for run in (KeyRun(0, [], 0, 0), run_of("a", 3).part(0, 0), run_of("a", 3).part(3, 3), KeyRun(1, [], 0, 0)):
+        assert tier.ready_prefix(run) == 0
+        for slots in (tier.ready_slots(run), tier.slots_of(run)):
+            assert slots.tolist() == []
+            assert slots.dtype == np.int64
+        assert tier.states(run) == b""
+        tier.touch(run)
+    tier.check({}, {})
+
+
+class Told(LRU):
+    """Notes what it is told of uses of chunks."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots)
+        self.touched: list[list[int]] = []
+
+    def insert(self, group: int, hashes: Sequence[bytes], slots: Int64Array) -> None:
+        super().insert(group, hashes, slots)
+        self.touched.clear()
+
+    def touch(self, slots: Int64Array) -> None:
+        super().touch(slots)
+        self.touched.append(slots.tolist())
+
+
+def test_what_is_being_written_is_not_touched() -> None:
+    """A policy has not been told of it yet."""
+    policy = Told(8)
+    tier = HostTier(8, policy)
+    readable = store(tier, run_of("a", 2))
+    written = reserve(tier, run_of("w", 1))
+    tier.touch(KeyRun(0, [b"w0", b"a1", b"missing", b"a0"], 0, 4))
+    assert policy.touched == [readable[::-1].tolist()]
+    tier.touch(run_of("w", 2))
+    assert len(policy.touched) == 1
+    tier.check(dict.fromkeys(written.tolist(), 1), {})
+
+
+def test_a_chunk_that_comes_back_while_its_retired_slot_is_read_has_a_slot_of_its_own() -> None:
+    tier, run = HostTier(4), run_of("a", 1)
+    old = store(tier, run)
+    tier.hold(old)
+    tier.discard(0, [b"a0"])
+    new = reserve(tier, run)
+    assert new.tolist() != old.tolist()
+    assert tier.slot_state(0, b"a0") is SlotState.RESERVED
+    tier.abandon(old)
+    tier.unhold(old)
+    assert tier.slots_of(run).tolist() == new.tolist(), "what becomes of the old slot is nothing to the key"
+    tier.publish_and_unhold(new)
+    assert tier.ready_slots(run).tolist() == new.tolist()
+    tier.check({}, {})
 
 
 @pytest.mark.fault("B105")
@@ -407,8 +517,17 @@ def test_check_finds_books_that_differ_from_the_callers() -> None:
         lambda t: t._books.parent.__setitem__(0, 3),
         lambda t: t._books.state.__setitem__(3, SlotState.RETIRED),
         lambda t: t._books.holds.__setitem__(3, 1),
-        lambda t: t._ready[0].pop(b"a1"),
-        lambda t: t._ready[0].__setitem__(b"a1", 0),
+        lambda t: t._slot[0].pop(b"a1"),
+        lambda t: t._slot[0].__setitem__(b"a1", 0),
+        lambda t: t._slot[0].__setitem__(b"a1", 3),
+        lambda t: t._slot[0].__setitem__(b"a1", -1),
+        lambda t: t._slot[0].__setitem__(b"more", 2),
+        lambda t: t._slot[1].__setitem__(b"a1", t._slot[0].pop(b"a1")),
+        lambda t: t._slot[1].__setitem__(t._key[1], 1),
+        lambda t: t._slot[0].__setitem__(bytes(bytearray(t._key[1])), t._slot[0].pop(b"a1")),
+        lambda t: t._group.__setitem__(1, 1),
+        lambda t: t._books.state.__setitem__(2, SlotState.FREE),
+        lambda t: t._books.state.__setitem__(2, SlotState.RESERVED),
         lambda t: t._key.__setitem__(0, b"other"),
         lambda t: t._policy.withdraw([2]),
         lambda t: setattr(t._books, "candidates", 5),

@@ -24,6 +24,10 @@ SLOTS = "orlop/host/slots.py"
 TURNS = "orlop/scheduler/turns.py"
 SHARED_TESTS = "tests/scheduler/test_shared_jobs.py::"
 TURN_TESTS = "tests/scheduler/test_turns.py::"
+PREEMPTED_TESTS = "tests/scheduler/test_preempted.py::"
+HOOK_TESTS = "tests/scheduler/test_review_hooks.py::"
+HOST_TESTS = "tests/host/test_host_tier.py::"
+GROWTH_TESTS = "tests/tiering/test_growth.py::"
 WRITE_BACK = "orlop/tiering/write_back.py"
 WRITE_BACK_SCENARIOS = "tests/scenarios/test_write_back.py::"
 CAPACITY_SCENARIOS = "tests/scenarios/test_capacity.py::"
@@ -136,6 +140,22 @@ BREAKS = (
         CONTRACT + "test_stores_of_blocks_that_somebody_else_failed_to_fill_are_dropped_and_made_again",
     ),
     Break(
+        "what preempted requests have computed on top of such blocks is served",
+        SCHEDULER,
+        "            self._leave_blocks(state)\n            state.rewind()\n",
+        "            state.rewind()\n",
+        "tests/scheduler/test_preempted_distrust.py::"
+        "test_what_was_computed_on_top_of_unfilled_blocks_is_not_stored_although_nobody_stores_those",
+    ),
+    Break(
+        "what requests have computed on such blocks that were resumed at once is served",
+        SCHEDULER,
+        "        self._leave_blocks(state)  #",
+        "        pass  #",
+        "tests/scheduler/test_preempted_distrust.py::"
+        "test_what_was_computed_on_top_of_unfilled_blocks_is_not_stored_although_nobody_stores_those",
+    ),
+    Break(
         "nobody looks ahead for requests that wait",
         SCHEDULER,
         "            self._look_ahead(now)\n",
@@ -175,7 +195,7 @@ BREAKS = (
     Break(
         "the last chunk is read after the step",
         SCHEDULER,
-        "after_compute=not finished",
+        "after_compute=not at_once",
         "after_compute=True",
         CONTRACT + "test_last_chunk_block_reallocated_in_the_next_step",
     ),
@@ -196,7 +216,7 @@ BREAKS = (
     Break(
         "a live request's store may be read before the step",
         SCHEDULER,
-        "after_compute=not finished",
+        "after_compute=not at_once",
         "after_compute=lives[0].tokens_before_step == 0",
         STORE_TESTS + "test_a_block_shared_in_the_step_that_computes_it_is_stored_after_that_step",
     ),
@@ -210,8 +230,8 @@ BREAKS = (
     Break(
         "window stores have no fence before the request ends",
         SCHEDULER,
-        "if finished or self.geometry.groups[transfer.group].sliding_window is not None:",
-        "if finished:",
+        "if at_once or self.geometry.groups[transfer.group].sliding_window is not None:",
+        "if at_once:",
         STORE_TESTS + "test_a_window_block_is_read_before_its_position_is_recycled",
     ),
     Break(
@@ -224,8 +244,8 @@ BREAKS = (
     Break(
         "a preempted request's stores are not flushed",
         SCHEDULER,
-        "j for j in state.transfer_jobs if self._jobs[j].kind is TransferKind.STORE\n",
-        "j for j in ()\n",
+        "            self._current_batch_jobs_to_flush.update(job.job_id for job in self._stores_of(state))\n",
+        "            pass\n",
         STORE_TESTS + "test_a_preempted_requests_stores_are_read_before_its_blocks_are_written",
     ),
     Break(
@@ -253,7 +273,7 @@ BREAKS = (
         "declined chunks are offered in every step",
         SCHEDULER,
         "for state in [*plan.cut, *in_prompt]}",
-        "for state in states if self._planner.is_behind(state)}",
+        "for state in [*waited, *urgent] if self._planner.is_behind(state)}",
         COST_TESTS + "test_declined_chunks_cost_one_offer_per_block_while_there_is_no_room",
     ),
     Break(
@@ -415,22 +435,22 @@ BREAKS = (
     Break(
         "two requests that fill the same chunk in one step both write it",
         HOST_TIER,
-        "        if len(new) < len(keys) or not (",
-        "        if not (",
+        "        if len(new) < len(keys) or not table",
+        "        if not table",
         JOINT_TESTS + "test_what_is_refused_changes_nothing_and_one_by_one_goes_on",
     ),
     Break(
         "a chunk that is there is written once more where it is offered with others",
         HOST_TIER,
-        "not (ready.keys().isdisjoint(new) and ",
-        "not (",
+        " or not table.keys().isdisjoint(new):",
+        " or any(self.slot_state(group, key) is SlotState.RESERVED for key in new):",
         JOINT_TESTS + "test_what_is_refused_changes_nothing_and_one_by_one_goes_on",
     ),
     Break(
         "a chunk that is being written is written once more where it is offered with others",
         HOST_TIER,
-        " and reserved.keys().isdisjoint(new)):\n",
-        "):\n",
+        " or not table.keys().isdisjoint(new):",
+        " or any(self.slot_state(group, key) is SlotState.READY for key in new):",
         JOINT_TESTS + "test_what_is_refused_changes_nothing_and_one_by_one_goes_on",
     ),
     Break(
@@ -485,8 +505,8 @@ BREAKS = (
     Break(
         "a preempted request keeps its turn",
         SCHEDULER,
-        "                self._gathered.take(req_id)\n",
-        "",
+        "            self._learn_blocks(state)\n        jobs = self._store_at_once",
+        "        jobs = self._store_at_once",
         SHARED_TESTS + "test_who_is_preempted_waits_for_no_turn",
     ),
     Break(
@@ -534,29 +554,29 @@ BREAKS = (
     Break(
         "all have their turn at once",
         TURNS,
-        "islice(self._since.items(), most)",
-        "self._since.items()",
+        "islice(self._turns.items(), most)",
+        "self._turns.items()",
         SHARED_TESTS + "test_many_that_wait_have_their_turns_in_several_steps",
     ),
     Break(
         "of many only a lot has a turn, however many wait",
         TURNS,
-        "max(LOT, len(self._since) // PARTS)",
+        "max(LOT, len(self._turns) // PARTS)",
         "LOT",
         TURN_TESTS + "test_many_have_their_turns_in_lots",
     ),
     Break(
         "who waits loses its place with every block",
         TURNS,
-        "        else:\n            for have",
-        "        else:\n            self._since.pop(req_id)\n"
-        "            self._since[req_id] = self._step\n            for have",
+        "        turn[COMPUTED] = computed\n",
+        "        turn[COMPUTED] = computed\n        turn[SINCE] = self._step\n"
+        "        self._turns[req_id] = self._turns.pop(req_id)\n",
         TURN_TESTS + "test_who_waits_and_comes_again_keeps_its_place",
     ),
     Break(
         "a lot takes along whose time has not come",
         TURNS,
-        " if since <= latest]",
+        " if turn[SINCE] <= latest]",
         "]",
         TURN_TESTS + "test_turns_are_those_of_a_naive_twin",
     ),
@@ -568,17 +588,31 @@ BREAKS = (
         SHARED_TESTS + "test_a_prompt_does_not_wait_for_the_gathering_of_others",
     ),
     Break(
-        "what is noted of the engine's lists is the engine's",
+        "blocks of several groups are all the first one's",
         TURNS,
-        "tuple(map(list, block_ids))",
-        "tuple(block_ids)",
+        "block_id * self._groups + i for",
+        "block_id * self._groups for",
         TURN_TESTS + "test_blocks_are_kept_by_group_until_they_are_taken",
+    ),
+    Break(
+        "what was computed when a request began to wait counts for good",
+        TURNS,
+        "        turn[COMPUTED] = computed\n",
+        "",
+        TURN_TESTS + "test_the_computed_count_is_that_of_the_last_note",
+    ),
+    Break(
+        "who does not wait is noted by whoever asks",
+        TURNS,
+        "        if turn is None:\n            return False\n",
+        '        if turn is None:\n            turn = self._turns[req_id] = array("q", [self._step, computed])\n',
+        TURN_TESTS + "test_only_who_waits_is_given_more",
     ),
     Break(
         "who has had its turn waits on",
         TURNS,
-        "        self._since.pop(req_id, None)\n",
-        "",
+        "turn = self._turns.pop(req_id, None)",
+        "turn = self._turns.get(req_id)",
         TURN_TESTS + "test_turns_are_taken_in_the_order_of_coming_and_once",
     ),
     Break(
@@ -686,5 +720,170 @@ BREAKS = (
         "            self._salts.update(dict.fromkeys(slots.tolist(), salt))\n",
         "            pass\n",
         WRITE_BACK_SCENARIOS + "test_each_salt_travels_with_its_chunks",
+    ),
+    Break(
+        "at a preemption the last token that is known counts as computed",
+        SCHEDULER,
+        "max(0, min(computed, state.req.num_tokens - 1))",
+        "computed",
+        HOOK_TESTS + "test_draft_tokens_that_were_rejected_since_its_last_block_are_not_stored_at_a_preemption",
+    ),
+    Break(
+        "at a preemption all that is known counts as computed",
+        SCHEDULER,
+        "computed = self._gathered.computed(state.context.req_id)",
+        "computed = state.req.num_tokens - 1",
+        PREEMPTED_TESTS
+        + "test_wherever_it_is_preempted_while_it_computes_its_output_again_only_what_it_has_computed_is_stored",
+    ),
+    Break(
+        "at a preemption nothing counts as computed",
+        SCHEDULER,
+        "computed = self._gathered.computed(state.context.req_id)",
+        "computed = 0",
+        "tests/engine/test_preempted_sequences.py"
+        "::test_what_decoding_filled_is_loaded_after_a_preemption_and_not_computed_again",
+    ),
+    Break(
+        "what a preempted request has filled is read after the step",
+        SCHEDULER,
+        "self._store_job(lives, stores, now, at_once=True)",
+        "self._store_job(lives, stores, now, at_once=lives[0].finished)",
+        PREEMPTED_TESTS + "test_its_blocks_are_read_before_those_who_pushed_it_out_write_them",
+    ),
+    Break(
+        "what a preempted request has filled raises no fence",
+        SCHEDULER,
+        "if at_once or self.geometry.groups[transfer.group].sliding_window is not None:",
+        "if lives[0].finished or self.geometry.groups[transfer.group].sliding_window is not None:",
+        PREEMPTED_TESTS + "test_its_blocks_are_read_before_those_who_pushed_it_out_write_them",
+    ),
+    Break(
+        "fences are looked at only where something is to be flushed already",
+        SCHEDULER,
+        "if self._fences or self._current_batch_jobs_to_flush:",
+        "if self._current_batch_jobs_to_flush:",
+        PREEMPTED_TESTS + "test_its_blocks_are_read_before_those_who_pushed_it_out_write_them",
+    ),
+    Break(
+        "what is known of a preempted request is forgotten before it is planned",
+        SCHEDULER,
+        "            self._learn_blocks(state)\n        jobs = self._store_at_once",
+        "            self._learn_blocks(state)\n            state.rewind()\n        jobs = self._store_at_once",
+        PREEMPTED_TESTS + "test_what_it_has_filled_is_stored_in_the_message_of_its_preemption",
+    ),
+    Break(
+        "what is known of a preempted request is never forgotten",
+        SCHEDULER,
+        "            state.rewind()\n            self._unplanned.pop(state.context.life, None)\n        return jobs\n",
+        "            self._unplanned.pop(state.context.life, None)\n        return jobs\n",
+        PREEMPTED_TESTS + "test_what_could_not_be_stored_is_computed_and_stored_again",
+    ),
+    Break(
+        "beside a window decoding gathers, and stores at a preemption",
+        SCHEDULER,
+        "gather_steps = 1 if any(g.sliding_window for g in geometry.groups) else self.options.gather_steps",
+        "gather_steps = self.options.gather_steps",
+        PREEMPTED_TESTS + "test_behind_a_sliding_window_nothing_is_read_at_a_preemption",
+    ),
+    Break(
+        "a life that holds old bytes stores them at its preemption",
+        STORES,
+        "        for state in states:\n            if state.tainted:\n",
+        "        for state in states:\n            if state.tainted and budget < 1 << 60:\n",
+        PREEMPTED_TESTS + "test_what_was_computed_on_top_of_old_weights_is_not_stored_at_a_preemption",
+    ),
+    Break(
+        "what was noted as computed before a block was not filled still counts",
+        SCHEDULER,
+        "            self._learn_blocks(self._live[req_id])\n            self._await_turn(self._live[req_id])\n",
+        "            computed = self._gathered.computed(req_id)\n"
+        "            self._learn_blocks(self._live[req_id])\n"
+        "            self._gathered.note(req_id, tuple([] for _ in self.geometry.groups), computed)\n",
+        PREEMPTED_TESTS + "test_after_blocks_were_not_filled_nothing_noted_before_is_stored",
+    ),
+    Break(
+        "blocks that were not filled are nothing to a life that has lost them",
+        SCHEDULER,
+        "            if not bad.isdisjoint(job.rests_on):\n",
+        "            if False:\n",
+        PREEMPTED_TESTS + "test_blocks_reported_as_not_filled_one_step_late_drop_what_their_preempted_request_stored",
+    ),
+    Break(
+        "every step is taken for one in which all decode",
+        SCHEDULER,
+        "all_decode = output.total_num_scheduled_tokens == len(scheduled)",
+        "all_decode = True",
+        PREEMPTED_TESTS + "test_what_it_computes_again_is_stored_piece_by_piece",
+    ),
+    Break(
+        "host memory is asked how far it has grown for ever",
+        MANAGER,
+        "        if usable == self.host.slots:\n",
+        "        if False:\n",
+        GROWTH_TESTS + "test_nobody_asks_once_all_slots_are_ready",
+    ),
+    Break(
+        "host memory that does not grow is asked how far it has grown",
+        MANAGER,
+        "self._grows = options.usable_slots if host.usable < host.slots else None",
+        "self._grows = options.usable_slots",
+        GROWTH_TESTS + "test_nobody_asks_where_all_slots_are_ready_from_the_start",
+    ),
+    Break(
+        "host memory that has grown is taken for all of it",
+        MANAGER,
+        "        if usable == self.host.slots:\n",
+        "        if usable > 2:\n",
+        GROWTH_TESTS + "test_slots_are_used_from_the_step_on_in_which_they_are_ready",
+    ),
+    Break(
+        "a chunk that is being written counts as readable",
+        HOST_TIER,
+        "np.flatnonzero(self._books.state[slots] != READY)",
+        "np.flatnonzero(slots < 0)",
+        HOST_TESTS + "test_the_readable_prefix_ends_before_what_is_missing_or_being_written",
+    ),
+    Break(
+        "a chunk that is being written counts as readable where only the table is asked",
+        HOST_TIER,
+        "            if self._books.reserved:\n",
+        "            if False:\n",
+        HOST_TESTS + "test_the_readable_prefix_ends_before_what_is_missing_or_being_written",
+    ),
+    Break(
+        "a readable prefix goes on behind what is missing in an earlier part",
+        HOST_TIER,
+        "            if ready < part.stop - run.start:\n",
+        "            if False:\n",
+        HOST_TESTS + "test_the_readable_prefix_ends_before_what_is_missing_or_being_written",
+    ),
+    Break(
+        "readable slots go on behind what is missing in an earlier part",
+        HOST_TIER,
+        "            if len(found[-1]) < len(part):\n",
+        "            if False:\n",
+        HOST_TESTS + "test_the_readable_prefix_ends_before_what_is_missing_or_being_written",
+    ),
+    Break(
+        "every chunk that is there is said to be readable",
+        HOST_TIER,
+        "SlotState(self._books.state_of[slot])",
+        "SlotState.READY",
+        HOST_TESTS + "test_a_chunk_is_readable_from_publish_on",
+    ),
+    Break(
+        "what is being written is touched",
+        HOST_TIER,
+        "        present = self.ready_among(self.slots_of(run))\n",
+        "        present = self.slots_of(run)\n        present = present[present >= 0]\n",
+        HOST_TESTS + "test_what_is_being_written_is_not_touched",
+    ),
+    Break(
+        "the key of a chunk that came to nothing stays",
+        HOST_TIER,
+        "            _remove(self._slot[group], self._keys_of(part.tolist()))\n",
+        "            pass\n",
+        HOST_TESTS + "test_single_chunks_get_what_a_reservation_gives",
     ),
 )

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from byte_engine import FULL as ONE_GROUP
 from byte_engine import PATIENT, Engine
@@ -77,7 +78,7 @@ def listen(scheduler: Any, **more: Any) -> Listener:
 def readable(rig: Rig) -> set[tuple[int, bytes]]:
     manager = rig.manager.inner
     assert isinstance(manager, TieringManager)
-    return {(group, key) for group, table in manager.host._ready.items() for key in table}
+    return {(group, key) for group, _, keys in manager.host.chunks_in(np.arange(manager.host.slots)) for key in keys}
 
 
 @pytest.mark.fault("B176")

@@ -30,8 +30,7 @@ def start_line(caplog: pytest.LogCaptureFixture) -> str:
 
 
 @pytest.fixture(autouse=True)
-def info(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orlop.connector.COUNT_TIMEOUT_S", 60.0)  # what is not counted by then is not in the line
+def info(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "orlop")
 
 
@@ -75,17 +74,18 @@ def test_the_start_line_says_what_is_off_and_why(tmp_path: Path, caplog: pytest.
     assert "off: tier 0:files for now (path: found" in line
 
 
-def test_a_tier_that_only_reads_and_a_store_that_says_nothing_are_named_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("write", "says"), [("off", "read only"), ("evicted", "written on eviction")])
+def test_when_a_tier_is_written_and_a_store_that_says_nothing_are_named_so(
+    write: str, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier = {"type": f"{MemoryStore.__module__}:{MemoryStore.__name__}", "write": "off"}
+    tier = {"type": f"{MemoryStore.__module__}:{MemoryStore.__name__}", "write": write}
     with Engine(tmp_path, "quiet", FULL, 1, tier=tier, io_process=False):
         line = start_line(caplog)
-    assert f"tiers: 0:{tier['type']} (read only); namespace" in line
+    assert f"tiers: 0:{tier['type']} ({says}); namespace" in line
 
 
 def test_the_embedded_engine_shows_what_it_has_done_at_a_port() -> None:
-    config = EngineConfig(num_blocks=12, max_step_tokens=64, max_running=2)
+    config = EngineConfig(num_blocks=12, max_step_tokens=64, max_running=2, drain_deadline_s=60.0)
     llm = LLM(config, offload={"host": {"bytes": "4MiB"}, "blocks_per_chunk": 1})
     server = MetricsServer(0)
     try:

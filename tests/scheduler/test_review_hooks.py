@@ -5,6 +5,7 @@ In: the real scheduler half over a dictionary, its hooks called one by one. Out:
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -51,9 +52,12 @@ def step(
     scheduler: OffloadingConnectorScheduler,
     new: dict[str, tuple[Tables, int, int]] | None = None,
     more: dict[str, tuple[Tables | None, int, int]] | None = None,
+    preempted: Collection[str] = (),
+    resumed: Collection[str] = (),
 ) -> OffloadingConnectorMetadata:
     """One step; requests by id with their blocks, computed tokens, and tokens scheduled."""
     new, more = new or {}, more or {}
+    tokens = {r: n for r, (_, _, n) in [*new.items(), *more.items()]}
     output = SimpleNamespace(
         scheduled_new_reqs=[
             SimpleNamespace(req_id=r, block_ids=ids, num_computed_tokens=computed)
@@ -61,12 +65,13 @@ def step(
         ],
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=list(more),
-            resumed_req_ids=set(),
+            resumed_req_ids=set(resumed),
             new_block_ids=[ids for ids, _, _ in more.values()],
             num_computed_tokens=[computed for _, computed, _ in more.values()],
         ),
-        num_scheduled_tokens={r: n for r, (_, _, n) in [*new.items(), *more.items()]},
-        preempted_req_ids=set(),
+        num_scheduled_tokens=tokens,
+        total_num_scheduled_tokens=sum(tokens.values()),
+        preempted_req_ids=set(preempted),
     )
     return scheduler.build_connector_meta(output, now=0.0)
 
@@ -179,3 +184,122 @@ def test_a_salt_that_no_encoding_can_write_is_a_salt_all_the_same() -> None:
     scheduler, _ = make()
     scheduler.on_new_request(Said(cache_salt="\ud800"), now=0.0)
     assert scheduler.get_num_new_matched_tokens(Said(num_tokens=9).key(2), 0, now=0.0) == (0, False)
+
+
+# --- preempted while it gathers ---------------------------------------------------------------------------------------
+
+
+def decoding(prompt: int = 3, **options: Any) -> tuple[OffloadingConnectorScheduler, DictManager, Said]:
+    """A request that has computed ``prompt`` tokens of a first block, has said one, and gathers from now on."""
+    scheduler, manager = make(**{"gather_steps": 1000, **options})
+    request = Said(num_tokens=prompt, num_prompt_tokens=prompt)
+    scheduler.on_new_request(request, now=0.0)
+    step(scheduler, {"r": (([1],), 0, prompt)})
+    says(request, computed=prompt, known=prompt + 1)
+    return scheduler, manager, request
+
+
+def says(request: Said, *, computed: int, known: int) -> None:
+    request.num_computed_tokens, request.num_tokens = computed, known
+    request.key(known // 4)
+
+
+@pytest.mark.parametrize(("known", "stored"), [(8, [1]), (9, [1, 2]), (12, [1, 2])])
+def test_draft_tokens_that_were_rejected_since_its_last_block_are_not_stored_at_a_preemption(
+    known: int, stored: list[int]
+) -> None:
+    """The engine counted drafts as computed when it gave the last block; the token that it keeps came instead of one.
+
+    Of what is known, the KV of the last token has never been computed, whatever stands in its place.
+    """
+    scheduler, _, request = decoding()
+    step(scheduler, more={"r": (([2],), 3, 1)})
+    step(scheduler, more={"r": (([3, 4],), 12, 1)})
+    says(request, computed=0, known=known)
+    meta = step(scheduler, preempted={"r"})
+    assert stored_blocks(meta, 0) == stored
+    assert not any(job.after_compute for job in meta.store_jobs)
+
+
+@pytest.mark.parametrize("computed", [4, 6, 7, 8])
+def test_tokens_that_the_engine_takes_back_with_a_later_block_are_not_stored_at_a_preemption(computed: int) -> None:
+    scheduler, _, request = decoding()
+    step(scheduler, more={"r": (([2, 3],), 8, 1)})
+    step(scheduler, more={"r": (([4],), computed, 1)})
+    says(request, computed=0, known=13)
+    assert stored_blocks(step(scheduler, preempted={"r"}), 0) == [1, 2][: computed // 4]
+
+
+def test_a_request_that_is_preempted_before_it_has_said_anything_stores_nothing() -> None:
+    scheduler, _ = make(gather_steps=1000)
+    scheduler.on_new_request(Said(num_tokens=0), now=0.0)
+    assert not step(scheduler, preempted={"r", "nobody"}).store_jobs
+    assert not scheduler._live["r"].groups[0].block_ids
+    scheduler.check()
+
+
+def test_what_has_no_key_yet_at_a_preemption_is_not_stored_and_not_lost() -> None:
+    """Keys come late with asynchronous scheduling; what had none is computed again, and stored then."""
+    scheduler, manager, request = decoding()
+    step(scheduler, more={"r": (([2],), 4, 1)})
+    step(scheduler, more={"r": (([3],), 8, 1)})
+    request.num_computed_tokens, request.num_tokens = 0, 9
+    request.key(1)
+    meta = step(scheduler, preempted={"r"})
+    assert stored_blocks(meta, 0) == [1]
+    report(scheduler, *meta.store_jobs)
+    request.key(2)
+    assert scheduler.get_num_new_matched_tokens(request, 0, now=0.0) == (4, True)
+    scheduler.update_state_after_alloc(request, blocks([11, 12, 13]), 4, now=0.0)
+    report(scheduler, *step(scheduler).load_jobs)
+    scheduler.update_state_after_alloc(request, blocks([11, 12, 13]), 0, now=0.0)
+    meta = step(scheduler, more={"r": (([11, 12, 13],), 4, 5)}, resumed={"r"})
+    assert stored_blocks(meta, 0) == [12]
+    assert len(manager.table) == 2
+
+
+def test_a_preemption_orders_its_reads_before_blocks_that_the_same_step_hands_to_a_running_request() -> None:
+    scheduler, _, request = decoding()
+    other = Said("s", num_tokens=5, num_prompt_tokens=5, block_hashes=[b"another's" * 2])
+    scheduler.on_new_request(other, now=0.0)
+    report(scheduler, *step(scheduler, {"s": (([21, 22],), 0, 5)}).store_jobs)
+    step(scheduler, more={"r": (([2],), 4, 1)})
+    step(scheduler, more={"r": (([3],), 8, 1)})
+    says(request, computed=0, known=10)
+    assert not scheduler._fences
+    meta = step(scheduler, more={"s": (([2],), 8, 1)}, preempted={"r"})
+    (job,) = meta.store_jobs
+    assert not job.after_compute
+    assert job.transfers[0].block_ids.tolist() == [1, 2]
+    assert meta.jobs_to_flush == (job.job_id,)
+    scheduler.check()
+
+
+def test_one_that_is_back_in_the_step_that_tells_of_its_preemption_stores_what_it_computes_now() -> None:
+    """A reset of the device's prefix cache preempts between two steps; by its step it has blocks that hold nothing."""
+    scheduler, _, request = decoding()
+    step(scheduler, more={"r": (([2],), 4, 1)})
+    step(scheduler, more={"r": (([3],), 8, 1)})
+    says(request, computed=0, known=10)
+    assert scheduler.get_num_new_matched_tokens(request, 0, now=0.0) == (0, False)
+    scheduler.update_state_after_alloc(request, blocks([2, 4, 5]), 0, now=0.0)
+    meta = step(scheduler, more={"r": (([2, 4, 5],), 0, 10)}, preempted={"r"}, resumed={"r"})
+    (job,) = meta.store_jobs
+    assert job.after_compute
+    assert job.transfers[0].block_ids.tolist() == [2, 4]
+    scheduler.check()
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2])
+def test_a_step_in_which_not_all_decode_tells_prompts_from_those_who_gather(tokens: int) -> None:
+    """One with nothing scheduled beside one with two tokens are as many tokens as requests, and not all one each."""
+    scheduler, _, request = decoding()
+    prompt = Said("p", num_tokens=40, num_prompt_tokens=40).key(10)
+    scheduler.on_new_request(prompt, now=0.0)
+    report(scheduler, *step(scheduler, {"p": (([31, 32],), 0, 7)}).store_jobs)
+    says(request, computed=4, known=5)
+    prompt.num_computed_tokens = 7
+    meta = step(scheduler, more={"r": (([2],), 4, tokens), "p": (([33],), 7, 2)})
+    assert stored_blocks(meta, 0) == [32], "the prompt does not wait"
+    assert "r" in list(scheduler._gathered) or tokens == 2
+    scheduler.check()

@@ -53,7 +53,7 @@ def test_one_step_means_at_once_however_many_they_are(count: int) -> None:
     assert served(turns) == []
 
 
-@pytest.mark.parametrize("steps", [2, 3, 7, EVERY, EVERY + 1, 16, 64])
+@pytest.mark.parametrize("steps", [2, 7, EVERY - 1, EVERY, EVERY + 1, 64, 128])
 @pytest.mark.parametrize("before", range(2 * EVERY))
 def test_nobody_has_a_turn_too_early_or_much_too_late(steps: int, before: int) -> None:
     turns = Turns(steps)
@@ -67,42 +67,42 @@ def test_nobody_has_a_turn_too_early_or_much_too_late(steps: int, before: int) -
 
 
 def test_turns_are_taken_in_the_order_of_coming_and_once() -> None:
-    turns = waiting(Turns(16), "c", "a", "b")
+    turns = waiting(Turns(2 * EVERY), "c", "a", "b")
     assert list(turns) == ["c", "a", "b"]
-    assert until_due(turns) == (16, ["c", "a", "b"])
+    assert until_due(turns) == (2 * EVERY, ["c", "a", "b"])
     assert list(turns) == []
 
 
 def test_who_comes_later_has_a_later_turn() -> None:
-    turns = waiting(Turns(16), "a")
+    turns = waiting(Turns(2 * EVERY), "a")
     for _ in range(EVERY):
         assert turns.next_step() == []
     waiting(turns, "b")
-    assert until_due(turns) == (16 - EVERY, ["a"])
+    assert until_due(turns) == (EVERY, ["a"])
     assert list(turns) == ["b"]
     assert until_due(turns) == (EVERY, ["b"])
 
 
 def test_who_waits_and_comes_again_keeps_its_place() -> None:
-    turns = waiting(Turns(16), "a", "b")
-    for _ in range(15):
+    turns = waiting(Turns(2 * EVERY), "a", "b")
+    for _ in range(2 * EVERY - 1):
         assert turns.next_step() == []
         waiting(turns, "b", "a")
     assert served(turns) == ["a", "b"]
 
 
 def test_who_has_had_its_turn_waits_anew() -> None:
-    turns = waiting(Turns(16), "a")
-    assert until_due(turns) == (16, ["a"])
-    assert until_due(waiting(turns, "a")) == (16, ["a"])
+    turns = waiting(Turns(2 * EVERY), "a")
+    assert until_due(turns) == (2 * EVERY, ["a"])
+    assert until_due(waiting(turns, "a")) == (2 * EVERY, ["a"])
 
 
 def test_who_is_gone_has_no_turn_and_keeps_nobody_from_theirs() -> None:
-    turns = waiting(Turns(8), "a", "b", "c")
+    turns = waiting(Turns(EVERY), "a", "b", "c")
     turns.take("b")
     turns.take("nobody")
     assert list(turns) == ["a", "c"]
-    assert until_due(turns) == (8, ["a", "c"])
+    assert until_due(turns) == (EVERY, ["a", "c"])
 
 
 def test_who_comes_back_after_it_was_gone_stands_at_the_end() -> None:
@@ -117,9 +117,9 @@ def test_who_comes_back_after_it_was_gone_stands_at_the_end() -> None:
 
 
 def test_who_is_not_taken_keeps_its_turn() -> None:
-    turns = waiting(Turns(8), "a", "b")
-    assert until_due(waiting(Turns(8), "a")) == (8, ["a"])
-    for _ in range(7):
+    turns = waiting(Turns(EVERY), "a", "b")
+    assert until_due(waiting(Turns(EVERY), "a")) == (EVERY, ["a"])
+    for _ in range(EVERY - 1):
         assert turns.next_step() == []
     assert turns.next_step() == ["a", "b"]
     turns.take("a")
@@ -127,7 +127,7 @@ def test_who_is_not_taken_keeps_its_turn() -> None:
 
 
 def test_blocks_are_kept_by_group_until_they_are_taken() -> None:
-    turns = Turns(8)
+    turns = Turns(EVERY, groups=2)
     first: BlockIds = ([1, 2], [])
     turns.note("a", first)
     turns.note("b", ([7], [8]))
@@ -146,13 +146,13 @@ def test_blocks_are_kept_by_group_until_they_are_taken() -> None:
 def test_many_have_their_turns_in_lots(count: int) -> None:
     """Never more than a lot, or than a part of all that wait; one lot right after the other; nobody is left out."""
     req_ids = names(count)
-    turns = waiting(Turns(64), *req_ids)
+    turns = waiting(Turns(8 * EVERY), *req_ids)
     had: list[str] = []
     lots = 0
     while len(had) < count:
         left = count - len(had)
         step, due = until_due(turns)
-        assert step == (EVERY if lots else 64)
+        assert step == (EVERY if lots else 8 * EVERY)
         assert len(due) == min(left, max(LOT, left // PARTS))
         had += due
         lots += 1
@@ -160,37 +160,85 @@ def test_many_have_their_turns_in_lots(count: int) -> None:
 
 
 def test_a_lot_that_is_not_full_takes_nobody_along_whose_time_has_not_come() -> None:
-    turns = waiting(Turns(64), *names(LOT - 1))
+    turns = waiting(Turns(8 * EVERY), *names(LOT - 1))
     for _ in range(EVERY):
         turns.next_step()
     waiting(turns, "late")
-    assert until_due(turns) == (64 - EVERY, names(LOT - 1))
+    assert until_due(turns) == (7 * EVERY, names(LOT - 1))
     assert until_due(turns) == (EVERY, ["late"])
+
+
+def test_the_computed_count_is_that_of_the_last_note() -> None:
+    turns = Turns(EVERY)
+    assert turns.computed("a") == 0
+    turns.note("a", ([1],), 16)
+    turns.note("b", ([2],), 7)
+    assert (turns.computed("a"), turns.computed("b")) == (16, 7)
+    assert turns.add("a", ([3],), 20)
+    turns.note("b", ([4],), 3)
+    assert (turns.computed("a"), turns.computed("b")) == (20, 3), "the engine may take tokens back"
+    turns.note("a", NONE)
+    assert turns.computed("a") == 0, "who is noted without a count is not known to have computed anything"
+    assert turns.take("a") == ([1, 3],)
+    assert turns.computed("a") == 0
+    assert turns.computed("b") == 3
+
+
+def test_only_who_waits_is_given_more() -> None:
+    turns = Turns(EVERY, groups=2)
+    assert not turns.add("a", ([1], [2]), 5)
+    assert list(turns) == []
+    assert turns.take("a") == ()
+    turns.note("a", ([1], [2]), 5)
+    assert turns.add("a", ([], [3]), 6)
+    assert turns.take("a") == ([1], [2, 3])
+    assert not turns.add("a", ([4], []), 7)
+    assert turns.computed("a") == 0
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 7])
+def test_blocks_of_any_number_come_back_to_their_group_in_their_order(groups: int) -> None:
+    turns = Turns(EVERY, groups)
+    ids = [0, 1, groups - 1, groups, groups + 1, 2**31, 2**40, 1]
+    for i in range(len(ids)):
+        turns.note("a", tuple(ids[i:] + ids[:i] if group % 2 else ids[: i + group % 3] for group in range(groups)))
+    expected: list[list[int]] = [[] for _ in range(groups)]
+    for i in range(len(ids)):
+        for group in range(groups):
+            expected[group] += ids[i:] + ids[:i] if group % 2 else ids[: i + group % 3]
+    assert turns.take("a") == tuple(expected)
 
 
 class NaiveTurns:
     """The same from nothing but a list of who came when, and what each one got."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, groups: int) -> None:
         self.steps = steps
+        self.groups = groups
         self.step = 0
         self.came: list[tuple[str, int]] = []
-        self.got: list[tuple[str, int]] = []
+        self.got: list[tuple[str, BlockIds, int]] = []
 
-    def note(self, req_id: str, block: int) -> None:
-        if req_id not in [name for name, _ in self.came]:
+    def waits(self, req_id: str) -> bool:
+        return req_id in [name for name, _ in self.came]
+
+    def note(self, req_id: str, blocks: BlockIds, computed: int) -> None:
+        if not self.waits(req_id):
             self.came.append((req_id, self.step))
-        self.got.append((req_id, block))
+        self.got.append((req_id, blocks, computed))
+
+    def computed(self, req_id: str) -> int:
+        return next((computed for name, _, computed in reversed(self.got) if name == req_id), 0)
 
     def take(self, req_id: str) -> BlockIds:
-        blocks = [block for name, block in self.got if name == req_id]
+        theirs = [blocks for name, blocks, _ in self.got if name == req_id]
         self.came = [(name, since) for name, since in self.came if name != req_id]
-        self.got = [(name, block) for name, block in self.got if name != req_id]
-        return (blocks,) if blocks else ()
+        self.got = [entry for entry in self.got if entry[0] != req_id]
+        return tuple([block for blocks in theirs for block in blocks[i]] for i in range(self.groups)) if theirs else ()
 
     def next_step(self) -> list[str]:
         self.step += 1
-        if self.step % min(8, self.steps) != 0:
+        if self.step % min(16, self.steps) != 0:
             return []
         most = max(64, len(self.came) // 8) if self.steps > 1 else len(self.came)
         return [name for at, (name, since) in enumerate(self.came) if at < most and self.step - since >= self.steps]
@@ -199,6 +247,7 @@ class NaiveTurns:
 acts = st.lists(
     st.one_of(
         st.tuples(st.just("note"), st.integers(0, 30)),
+        st.tuples(st.just("add"), st.integers(0, 40)),
         st.tuples(st.just("note many"), st.integers(0, 1000)),
         st.tuples(st.just("take"), st.integers(0, 30)),
         st.tuples(st.just("take all that are due"), st.integers(1, 20)),
@@ -208,21 +257,34 @@ acts = st.lists(
 )
 
 
+def some_blocks(groups: int, act: int) -> BlockIds:
+    """What a step hands out: now and then several blocks for a group, or none."""
+    return tuple([1000 * act + i for i in range((act + group) % 3)] for group in range(groups))
+
+
 @settings(deadline=None)
-@given(steps=st.one_of(st.integers(1, 70), st.integers(1, 2)), acts=acts)
-def test_turns_are_those_of_a_naive_twin(steps: int, acts: list[tuple[str, int]]) -> None:
-    ours, twin = Turns(steps), NaiveTurns(steps)
-    for block, (what, number) in enumerate(acts):
+@given(steps=st.one_of(st.integers(1, 70), st.integers(1, 2)), groups=st.integers(1, 4), acts=acts)
+def test_turns_are_those_of_a_naive_twin(steps: int, groups: int, acts: list[tuple[str, int]]) -> None:
+    ours, twin = Turns(steps, groups), NaiveTurns(steps, groups)
+    for act, (what, number) in enumerate(acts):
+        blocks = some_blocks(groups, act)
         if what in ("note", "note many"):
             for req_id in names(number + (150 if what == "note many" else 1))[number:]:
-                ours.note(req_id, ([block],))
-                twin.note(req_id, block)
+                ours.note(req_id, blocks, act)
+                twin.note(req_id, blocks, act)
+        elif what == "add":
+            waits = twin.waits(f"r{number}")
+            assert ours.add(f"r{number}", blocks, act) == waits
+            if waits:
+                twin.note(f"r{number}", blocks, act)
         elif what == "take":
+            assert ours.computed(f"r{number}") == twin.computed(f"r{number}")
             assert ours.take(f"r{number}") == twin.take(f"r{number}")
         else:
             for _ in range(number):
                 due = ours.next_step()
                 assert due == twin.next_step()
                 for req_id in due if what == "take all that are due" else ():
+                    assert ours.computed(req_id) == twin.computed(req_id)
                     assert ours.take(req_id) == twin.take(req_id)
         assert list(ours) == [name for name, _ in twin.came]

@@ -6,6 +6,7 @@ wait for is there. Never: a real store.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from orlop.core import FIRST_GENERATION, KeyRun, ReqContext, TransferKind
@@ -129,7 +130,8 @@ def test_events_tell_what_happened_last_last(async_scheduling: bool) -> None:
     rig.runner.reset(new_weights=False)
     rig.store(PROMPT)
     listen()
-    assert there == set(manager.host._ready[0])
+    ((_, _, readable),) = manager.host.chunks_in(np.arange(manager.host.slots))
+    assert there == set(readable)
     rig.finish()
 
 

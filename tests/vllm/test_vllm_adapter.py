@@ -267,6 +267,7 @@ def test_full_and_sliding_window_groups_are_ours() -> None:
     assert (second.index, second.tokens_per_block, second.sliding_window) == (1, 32, 256)
 
 
+@pytest.mark.fault("B075")
 def test_a_group_that_cannot_be_kept_is_named() -> None:
     from orlop.vllm.translate import groups_left_out
 

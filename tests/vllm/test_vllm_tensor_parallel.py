@@ -5,6 +5,7 @@ In: engines whose ranks are processes. Out: passes only if a chunk is served exa
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    ours = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{ours[0]}|{ours[-1]}")
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     return {"tensor_parallel_size": 2}
 

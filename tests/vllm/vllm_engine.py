@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENT
+
 BLOCK_TOKENS = 32
 DEVICE_BLOCKS = 40
 MODEL_TOKENS = 512
 TIE = 1e-4
 PATIENCE_S = 60.0
-PATIENT = {"lookup": "60s", "promotion": "60s", "cascade": "120s"}
 
 Prompt = Sequence[int]
 
@@ -45,9 +46,9 @@ def assert_same(found: Answer, expected: Answer, what: object) -> bool:
 
 
 def patient(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A busy machine changes what is waited for, not what is found: neither a tier's deadlines nor the drain's pass."""
+    """A busy machine changes what is waited for, not what is found: no deadline of copies, tiers, the drain passes."""
     tiers = {name: {"deadline": PATIENT, **settings[name]} for name in ("files", "disk") if name in settings}
-    return {"drain_deadline": PATIENCE_S, **settings, **tiers}
+    return {"store_deadline": PATIENCE_S, "drain_deadline": PATIENCE_S, **settings, **tiers}
 
 
 def text(rng: random.Random, tokens: int) -> list[int]:

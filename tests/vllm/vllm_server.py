@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,21 +23,17 @@ from typing import Any
 import psutil
 from processes import left_of, shared_memory_of
 from vllm_engine import BLOCK_TOKENS, DEVICE_BLOCKS, MODEL_TOKENS, PATIENCE_S, Answer, patient
+from vllm_ports import hold_port, number_of
 
 START_S = 300.0
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 class Server:
     """Starts at once, ready when made. ``settings`` as in ``kv_connector_extra_config``; ``more``: its own options."""
 
     def __init__(self, model: Path, settings: Mapping[str, Any], log: Path, **more: Any) -> None:
-        self.port = free_port()
+        self._held = hold_port()
+        self.port = number_of(self._held)
         transfer = {
             "kv_connector": "OrlopConnector",
             "kv_role": "kv_both",
@@ -151,11 +146,11 @@ class Server:
         """SIGTERM, and its exit status."""
         self.look()
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(PATIENCE_S)
+        return self.process.wait(START_S)  # a drain alone may take ``PATIENCE_S``
 
     def traces(self) -> list[str]:
         """What is left of it once all its processes have had the time to end."""
-        _, alive = psutil.wait_procs(self._family.values(), timeout=PATIENCE_S)
+        _, alive = psutil.wait_procs(self._family.values(), timeout=START_S)
         left = [f"process {p.pid}: {' '.join(p.cmdline())[:200]}" for p in alive if p.status() != psutil.STATUS_ZOMBIE]
         return left + sorted(left_of(self._shared_memory))
 
@@ -166,3 +161,4 @@ class Server:
                 process.kill()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(PATIENCE_S)
+        self._held.close()

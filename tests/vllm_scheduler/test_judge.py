@@ -76,3 +76,18 @@ def test_prefix_hit_on_blocks_that_another_request_fills_in_the_same_step(model_
     (second,) = (r for r in it.scheduler.running if r.request_id == "second")
     assert second.num_computed_tokens == 261, "the second request was to be admitted with the first one's new blocks"
     assert it.finish()["stores"] >= 2
+
+
+def test_a_block_that_was_half_full_at_a_reset_is_not_stored_by_who_finds_it_on_the_device(model_folder: Path) -> None:
+    """Nothing is cached on the device at the reset, and yet KV from before it is cached soon after."""
+    plan = Plan(EngineSizes(running=2, step_tokens=7), requests=0, dice=SURE)
+    it = Walk(plan, 1, model_folder, make_manager(plan.slots, WatchedManager))
+    prompt = it.tokens(40)
+    it.add("first", prompt, 30)
+    it.step()
+    it.worker.begin_epoch(all_void=False)
+    it.scheduler.reset_prefix_cache(reset_connector=True)
+    for _ in range(8):
+        it.step()
+    it.add("second", prompt, 2)
+    it.finish()

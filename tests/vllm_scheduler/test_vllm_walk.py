@@ -55,5 +55,35 @@ def test_random_walk(name: str, model_folder: Path) -> None:
     print(f"seed {seed}, {plan}")
     seen = Walk(plan, seed, model_folder, make_manager(plan.slots, WatchedManager)).run()
     must_happen = [*MUST_HAPPEN, "shared_runs"] if plan.gather_steps > 1 else MUST_HAPPEN
+    assert plan.gather_steps > 1 or not seen["stored_at_preemption"], "there is nothing left to store then"
     missing = [what for what in must_happen if not seen[what]]
+    assert not missing, f"seed {seed}: {missing} did not happen in this walk, so it has tested less than it should"
+
+
+LONG = {
+    "requests": 40,
+    "answers": (100, 200),
+    "abort": 0.004,
+    "soft_reset": 0.0,
+    "hard_reset": 0.0,
+    "gather_steps": 128,
+}
+"""Answers of many chunks and little else, so that there is something to gather, and to lose with a preemption."""
+PREEMPTED_WALKS = {
+    "sync": (Plan(EngineSizes(), **LONG), 7),
+    "async": (Plan(EngineSizes(asynchronous=True), outputs_late=1, max_joint_chunks=64, **LONG), 8),
+    "async-chunks-of-2-2-ranks": (
+        Plan(EngineSizes(asynchronous=True), outputs_late=1, blocks_per_chunk=2, ranks=2, **LONG),
+        9,
+    ),
+}
+
+
+@pytest.mark.fault("B001", "B018")
+@pytest.mark.parametrize("name", PREEMPTED_WALKS)
+def test_what_requests_have_filled_when_they_are_preempted_is_stored(name: str, model_folder: Path) -> None:
+    plan, seed = PREEMPTED_WALKS[name]
+    print(f"seed {seed}, {plan}")
+    seen = Walk(plan, seed, model_folder, make_manager(plan.slots, WatchedManager)).run()
+    missing = [what for what in ("loads", "flushed", "stored_at_preemption") if not seen[what]]
     assert not missing, f"seed {seed}: {missing} did not happen in this walk, so it has tested less than it should"

@@ -101,7 +101,7 @@ class HalfConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         """vLLM calls it after it has tried to reset the device's own prefix cache, whether that worked or not."""
         assert self._kv_cache_manager is not None
-        cleared = len(self._kv_cache_manager.block_pool.cached_block_hash_to_block) == 0
+        cleared = translate.is_cleared(self._kv_cache_manager.block_pool)
         self.half.reset_cache(self._generation(), now=self._clock(), device_cleared=cleared)
         return True
 

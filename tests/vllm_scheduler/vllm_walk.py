@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from vllm_adapter import VOCABULARY, EngineSizes, Joined, build_scheduler, make_
 from vllm_mock_worker import Dice, MockWorker, Prefix, Sightings, answer, windows_of
 from vllm_watch import WatchedManager
 
+from orlop.core import OffloadingConnectorMetadata
 from orlop.scheduler.scheduler import OffloadingConnectorScheduler, SchedulerOptions
 
 SETTLE_STEPS = 3000
@@ -41,6 +42,8 @@ class Plan:
     soft_reset: float = 0.004
     hard_reset: float = 0.01
     longest_step_s: float = 1.0
+    answers: tuple[int, ...] = (1, 2, 10, 20, 40)
+    """How many tokens a request says at most."""
     gather_steps: int = 1
     max_joint_chunks: int = 16
 
@@ -109,13 +112,20 @@ class Walk:
         output = self.scheduler.schedule()
         self.seen.add("preempted", len(output.preempted_req_ids or ()))
         self.seen.add("resumed", len(output.scheduled_cached_reqs.resumed_req_ids))
-        made = self.worker.execute(output, output.kv_connector_metadata.message)
+        message = output.kv_connector_metadata.message
+        self.seen.add("stored_at_preemption", self._stored_at_preemption(message, output.preempted_req_ids or ()))
+        made = self.worker.execute(output, message)
         made.kv_connector_output = self._maybe_empty(self.worker.reports())
         self.late.append((output, made))
         self._check_running()
         while len(self.late) > (self.plan.outputs_late if self.scheduler.has_requests() else 0):
             self._process_one()
         self._check_books()
+
+    def _stored_at_preemption(self, message: OffloadingConnectorMetadata, preempted: Collection[str]) -> int:
+        """Jobs of a step that store what requests had filled that lose their blocks in it."""
+        at_once = [self.half._jobs[job.job_id] for job in message.store_jobs if not job.after_compute]
+        return sum(any(not s.finished and s.context.req_id in preempted for s in job.lives) for job in at_once)
 
     def _process_one(self) -> None:
         if self.rng.random() < self.plan.abort:
@@ -155,7 +165,7 @@ class Walk:
         shared = document[: self.rng.choice((0, 16, 33, 64, 128, 200, 256, 320, 400))]
         prompt = shared + self.tokens(self.rng.choice((1, 5, 16, 40)))
         stops = self.tokens(25) if self.rng.random() < 0.3 else ()
-        self.add(self._free_id(), prompt, self.rng.choice((1, 2, 10, 20, 40)), stops)
+        self.add(self._free_id(), prompt, self.rng.choice(self.plan.answers), stops)
 
     def add(self, req_id: str, prompt: list[int], output_tokens: int, stop_tokens: Sequence[int] = ()) -> None:
         """One request joins; it ends after ``output_tokens`` tokens or with the first stop token."""

@@ -99,6 +99,11 @@ class Demo:
     def prepare(self, work_dir: Path, plot: Path | None) -> None:
         """Everything that the ways need, in ``work_dir``."""
         self.dir = work_dir
+        if (work_dir / "store").exists():
+            raise ConfigError(
+                f"--work-dir {work_dir}: found the store of an earlier demo, expected none, since the first ways would "
+                "find what it had; remove it or name another directory"
+            )
         try:
             work_dir.mkdir(parents=True, exist_ok=True)
             lines = (json.dumps(line) for line in workload(self.conversations))

@@ -281,10 +281,9 @@ def _log_shown(quiet: bool) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Offloaded:
-    """The run with offload. ``identity``: what the engine says of its model and weights."""
+    """The run with offload, and why it loaded nothing where it did."""
 
     report: RunReport
-    identity: Mapping[str, Any]
     nothing_loaded: NothingLoaded | None
 
 
@@ -303,11 +302,11 @@ def _with_offload(
         llm.observer = observer = Observer(llm.connector.get_stats, model_name=str(options.model or "seeded"))
         if server is not None:
             server.show(observer)
-        spec = llm.spec()
+        groups = llm.spec().groups
         report = _replay("with offload", llm, requests, options, must_stop, keep)
     block_bytes = options.block_tokens * engine.model.kv_bytes_per_token
-    chunk_tokens = settings.chunk_blocks(spec.groups, block_bytes) * options.block_tokens
-    return _Offloaded(report, spec.identity, NothingLoaded.of(report, requests, chunk_tokens))
+    chunk_tokens = settings.chunk_blocks(groups, block_bytes) * options.block_tokens
+    return _Offloaded(report, NothingLoaded.of(report, requests, chunk_tokens))
 
 
 def _metrics_server(port: int | None, stack: ExitStack) -> MetricsServer | None:

@@ -108,10 +108,10 @@ class ScheduledStep:
     scheduled_new_reqs: list[NewRequest] = field(default_factory=list)
     scheduled_cached_reqs: CachedRequests = field(default_factory=CachedRequests)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    total_num_scheduled_tokens: int = 0
     preempted_req_ids: set[str] | None = None
     finished_req_ids: set[str] = field(default_factory=set)
     work: list[Work] = field(default_factory=list)
-    total_tokens: int = 0
     connector_metadata: OffloadingConnectorMetadata | None = None
 
 
@@ -193,9 +193,9 @@ class Scheduler:
 
     def _schedule_running(self, step: ScheduledStep) -> None:
         index = 0
-        while index < len(self.running) and step.total_tokens < self.max_step_tokens:
+        while index < len(self.running) and step.total_num_scheduled_tokens < self.max_step_tokens:
             seq = self.running[index]
-            count = min(seq.num_uncomputed_tokens, self.max_step_tokens - step.total_tokens)
+            count = min(seq.num_uncomputed_tokens, self.max_step_tokens - step.total_num_scheduled_tokens)
             if count == 0:
                 index += 1
                 continue
@@ -209,7 +209,7 @@ class Scheduler:
         if self._preempted_ids:
             return  # the device is full: whoever came in now would push somebody out again
         for seq in list(self.waiting):
-            if step.total_tokens >= self.max_step_tokens or len(self.running) >= self.max_running:
+            if step.total_num_scheduled_tokens >= self.max_step_tokens or len(self.running) >= self.max_running:
                 return
             if not self._may_start(seq):
                 continue
@@ -231,7 +231,9 @@ class Scheduler:
         num_external = self._ask_connector(seq, num_local, max_hit_blocks * self.block_tokens)
         if num_external is None:
             return True  # ask again in a later step, and go on with others
-        count = min(seq.num_tokens + seq.num_placeholders - num_local, self.max_step_tokens - step.total_tokens)
+        count = min(
+            seq.num_tokens + seq.num_placeholders - num_local, self.max_step_tokens - step.total_num_scheduled_tokens
+        )
         held = num_local + num_external
         upto = held if num_external else num_local + count
         if not self._find_room(lambda: self.tables.room_needed(seq, upto, held, hit), seq):
@@ -263,7 +265,7 @@ class Scheduler:
 
     def _resume_loaded(self, step: ScheduledStep, seq: Sequence) -> bool:
         """Start a sequence whose load has ended; False where there is no room for its next tokens."""
-        count = min(seq.num_uncomputed_tokens, self.max_step_tokens - step.total_tokens)
+        count = min(seq.num_uncomputed_tokens, self.max_step_tokens - step.total_num_scheduled_tokens)
         computed = seq.num_computed_tokens
         if not self._find_room(lambda: self.tables.room_needed(seq, computed + count, computed), seq):
             return False
@@ -311,7 +313,7 @@ class Scheduler:
             )
         )
         step.num_scheduled_tokens[seq.request_id] = count
-        step.total_tokens += count
+        step.total_num_scheduled_tokens += count
 
     def _hand_over(self, work: Work) -> None:
         seq, count = work.sequence, len(work.token_ids)

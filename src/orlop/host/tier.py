@@ -3,9 +3,9 @@
 In: runs of keys and slot numbers. Out: slots, and how far a run is readable. Never: the bytes of a chunk, a clock, a
 thread, a file, a decision whether a chunk is worth keeping.
 
-One dict per KV group maps the engine's own hash object to the slot of a READY chunk, another one those that are
-being written; so asking how far a run is readable is one C-level map over one dict. ``slots.py`` keeps the life of each
-slot, and a policy chooses among those that may leave.
+One dict per KV group maps the engine's own hash object to the slot of its chunk, readable or being written; so asking
+how far a run is readable is one C-level map over one dict, and to publish a chunk no key is looked up. ``slots.py``
+keeps the life of each slot, and a policy chooses among those that may leave.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class HostTier:
     def __init__(self, slots: int, policy: EvictionPolicy | None = None, *, usable: int | None = None) -> None:
         self._books = Slots(slots, slots if usable is None else usable)
         self._policy = LRU(slots) if policy is None else policy
-        self._ready: defaultdict[int, Table] = defaultdict(dict)
-        self._reserved: defaultdict[int, Table] = defaultdict(dict)
+        self._slot: defaultdict[int, Table] = defaultdict(dict)
+        """By group, the slots of keys that are RESERVED or READY."""
         self._key = [b""] * slots
         """What a RESERVED or READY slot holds; of other slots what they held last."""
         self._group_of, self._group = numbers_of(slots)
@@ -94,53 +94,43 @@ class HostTier:
 
     def ready_prefix(self, run: KeyRun) -> int:
         """How many leading chunks of ``run`` are READY."""
-        there = self._ready[run.group].__contains__
-        start, size = run.start, FIRST_BATCH
-        while start < run.stop:
-            stop = min(start + size, run.stop)
-            missing = bytes(map(there, run.hashes[start:stop])).find(0)
-            if missing >= 0:
-                return start + missing - run.start
-            start, size = stop, min(GROWTH * size, LAST_BATCH)
-        return len(run)
+        there, ready = self._slot[run.group].__contains__, 0
+        for part in _growing_parts(run):
+            if self._books.reserved:
+                ready += len(self._ready_lead(part))
+            else:  # what is there is READY: the slots, which cost half as much again, need no look
+                missing = bytes(map(there, part.keys())).find(0)
+                ready += missing if missing >= 0 else len(part)
+            if ready < part.stop - run.start:
+                break
+        return ready
 
     def ready_slots(self, run: KeyRun) -> Int64Array:
         """The slots of the leading READY chunks, int64; shorter than ``run`` where one is missing."""
-        get = self._ready[run.group].get
-        slots: list[int | None] = []
-        start, size = run.start, FIRST_BATCH
-        while start < run.stop:
-            stop = min(start + size, run.stop)
-            found = list(map(get, run.hashes[start:stop]))
-            if None in found:
-                slots += found[: found.index(None)]
+        found = []
+        for part in _growing_parts(run):
+            found.append(self._ready_lead(part))
+            if len(found[-1]) < len(part):
                 break
-            slots += found
-            start, size = stop, min(2 * size, LAST_BATCH)
-        return np.array(slots, np.int64)
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def _ready_lead(self, run: KeyRun) -> Int64Array:
+        slots = self.slots_of(run)
+        gaps = np.flatnonzero(self._books.state[slots] != READY)
+        return slots[: gaps[0]] if gaps.size else slots
 
     def slot_state(self, group: int, block_hash: bytes) -> SlotState | None:
         """RESERVED or READY; None where the key is not there."""
-        if block_hash in self._ready[group]:
-            return SlotState.READY
-        return SlotState.RESERVED if block_hash in self._reserved[group] else None
+        slot = self._slot[group].get(block_hash)
+        return None if slot is None else SlotState(self._books.state_of[slot])
 
     def states(self, run: KeyRun) -> bytes:
         """One byte per key: 0 absent, 1 RESERVED, 2 READY."""
-        keys = run.keys()
-        ready = np.frombuffer(bytes(map(self._ready[run.group].__contains__, keys)), np.uint8)
-        reserved = np.frombuffer(bytes(map(self._reserved[run.group].__contains__, keys)), np.uint8)
-        return (READY * ready + RESERVED * reserved).tobytes()
+        return self._books.state[self.slots_of(run)].tobytes()
 
     def slots_of(self, run: KeyRun) -> Int64Array:
         """Per key its slot, RESERVED or READY, or -1; int64."""
-        slots = self._ready_or_none(run)
-        reserved = self._reserved[run.group]
-        if reserved:
-            keys = run.keys()
-            for i in np.flatnonzero(slots < 0).tolist():
-                slots[i] = reserved.get(keys[i], -1)
-        return slots
+        return np.fromiter(map(self._slot[run.group].get, run.keys(), repeat(-1)), np.int64, len(run))
 
     def holds_of(self, slots: Int64Array) -> Int64Array:
         """How often each slot is held; int64."""
@@ -211,17 +201,14 @@ class HostTier:
         None also where this would not do: a key is there already or stands twice among them, or extends another of
         them that is not the one before it.
         """
-        ready, reserved = self._ready[group], self._reserved[group]
-        new = set(keys)
-        if len(new) < len(keys) or not (ready.keys().isdisjoint(new) and reserved.keys().isdisjoint(new)):
+        table, new = self._slot[group], set(keys)
+        if len(new) < len(keys) or not table.keys().isdisjoint(new):
             return None
         firsts = [0, *compress(range(1, len(keys)), map(ne, extended[1:], keys))] if keys else []
         outer = [extended[i] for i in firsts]
         if not new.isdisjoint(outer):
             return None
-        parents = list(map(ready.get, outer, repeat(-1)))
-        if reserved and -1 in parents:
-            parents = [reserved.get(key, -1) if p < 0 else p for key, p in zip(outer, parents, strict=True)]
+        parents = list(map(table.get, outer, repeat(-1)))
         if not self._make_room(len(keys), [p for p in parents if p >= 0]):
             return None
         taken = self._books.reserve_each(len(keys), firsts, parents)
@@ -230,7 +217,7 @@ class HostTier:
         return taken
 
     def _note_reserved(self, group: int, slots: list[int], keys: Sequence[bytes]) -> None:
-        self._reserved[group].update(zip(keys, slots, strict=True))
+        self._slot[group].update(zip(keys, slots, strict=True))
         _exhaust(map(self._key.__setitem__, slots, keys))
 
     def publish(self, slots: Int64Array) -> None:
@@ -240,7 +227,7 @@ class HostTier:
             return
         change = self._books.publish(slots)
         for group, part in self._by_group(slots):
-            self._note_ready(group, part.tolist(), part)
+            self._note_ready(group, part)
         self._changed(change)
 
     def publish_and_unhold(self, slots: Int64Array) -> None:
@@ -252,20 +239,16 @@ class HostTier:
             self.publish(slots)
             self.unhold(slots)
             return
-        self._note_ready(self._group_of[numbers[0]], numbers, slots)
+        self._note_ready(self._group_of[numbers[0]], slots)
         self._changed(change)
 
-    def _note_ready(self, group: int, numbers: list[int], slots: Int64Array) -> None:
-        keys = self._keys_of(numbers)
-        _remove(self._reserved[group], keys)
-        self._ready[group].update(zip(keys, numbers, strict=True))
-        self._policy.insert(group, keys, slots)
-        self.arrivals += len(numbers)
+    def _note_ready(self, group: int, slots: Int64Array) -> None:
+        self._policy.insert(group, self._keys_of(slots.tolist()), slots)
+        self.arrivals += len(slots)
 
     def touch(self, run: KeyRun) -> None:
         """The READY chunks of ``run`` were of use; the first ends up as the most recent."""
-        slots = self._ready_or_none(run)
-        present = slots[slots >= 0]
+        present = self.ready_among(self.slots_of(run))
         if present.size:
             self._policy.touch(present)
 
@@ -324,14 +307,12 @@ class HostTier:
         ``holds`` and ``leases``, slot to count, are what the caller believes to have taken and not given back.
         """
         self._books.check()
-        seen: dict[int, int] = {}
-        for state, tables in ((RESERVED, self._reserved), (READY, self._ready)):
-            for group, table in tables.items():
-                for key, slot in table.items():
-                    right = self._key[slot] is key and self._group[slot] == group and slot not in seen
-                    if not right or self._books.state[slot] != state:
-                        raise InvariantError(f"group {group}: key {key.hex()} and slot {slot} disagree")
-                    seen[slot] = state
+        seen: set[int] = set()
+        for group, table in self._slot.items():
+            for key, slot in table.items():
+                if self._key[slot] is not key or self._group[slot] != group or slot in seen:
+                    raise InvariantError(f"group {group}: key {key.hex()} and slot {slot} disagree")
+                seen.add(slot)
         resident = np.flatnonzero((self._books.state == RESERVED) | (self._books.state == READY))
         _equal("slots that the tables name", sorted(seen), resident.tolist())
         may_leave = np.flatnonzero(self._books.reasons == 0).tolist()
@@ -344,18 +325,13 @@ class HostTier:
     # --- below ----------------------------------------------------------------------------------------------
 
     def _resident(self, group: int, block_hash: bytes) -> int:
-        slot = self._ready[group].get(block_hash, -1)
-        return slot if slot >= 0 else self._reserved[group].get(block_hash, -1)
-
-    def _ready_or_none(self, run: KeyRun) -> Int64Array:
-        """Per key its slot where READY, else -1."""
-        return np.fromiter(map(self._ready[run.group].get, run.keys(), repeat(-1)), np.int64, len(run))
+        return self._slot[group].get(block_hash, -1)
 
     def _require_absent(self, group: int, keys: Sequence[bytes]) -> None:
-        for table in (self._ready[group], self._reserved[group]):
-            if table and not table.keys().isdisjoint(keys):
-                there = next(k for k in keys if k in table)
-                raise InvariantError(f"group {group}: found key {there.hex()} in the tier, expected only absent keys")
+        table = self._slot[group]
+        if not table.keys().isdisjoint(keys):
+            there = next(k for k in keys if k in table)
+            raise InvariantError(f"group {group}: found key {there.hex()} in the tier, expected only absent keys")
 
     def _make_room(self, n: int, extended: list[int]) -> bool:
         """Evict until ``n`` slots are free, sparing the slots that will be ``extended`` by the new chunks.
@@ -408,7 +384,7 @@ class HostTier:
     def _forget_ready(self, slots: Int64Array) -> None:
         for group, part in self._by_group(slots):
             keys = self._keys_of(part.tolist())
-            _remove(self._ready[group], keys)
+            _remove(self._slot[group], keys)
             self._note_evicted(group, keys)
         self.evictions += len(slots)
 
@@ -432,7 +408,7 @@ class HostTier:
         self._policy.forget(ready)
         self._forget_ready(ready)
         for group, part in self._by_group(reserved):
-            _remove(self._reserved[group], self._keys_of(part.tolist()))
+            _remove(self._slot[group], self._keys_of(part.tolist()))
         self._changed(self._books.drop(slots))
 
     def _adopt(self, runs: Sequence[KeyRun]) -> None:
@@ -442,7 +418,7 @@ class HostTier:
                 continue
             child = self._resident(run.group, run.hashes[run.stop])
             if child >= 0 and self._books.parent_of[child] < 0:
-                self._books.adopt(child, self._reserved[run.group][run.hashes[run.stop - 1]])
+                self._books.adopt(child, self._slot[run.group][run.hashes[run.stop - 1]])
 
     def _without_retired(self, slots: Int64Array, *expected: int) -> Int64Array:
         state = self._books.state[slots]
@@ -483,6 +459,15 @@ class HostTier:
         self._offer(change.joined)
         if change.opened:
             self.room += 1
+
+
+def _growing_parts(run: KeyRun) -> Iterator[KeyRun]:
+    """A run in parts, the first of them small: most of what is asked for is missing early, or not at all."""
+    start, size = run.start, FIRST_BATCH
+    while start < run.stop:
+        stop = min(start + size, run.stop)
+        yield run.part(start, stop)
+        start, size = stop, min(GROWTH * size, LAST_BATCH)
 
 
 def _pieces(chunks: Sequence[int]) -> Iterator[tuple[int, int]]:

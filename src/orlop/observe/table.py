@@ -206,7 +206,8 @@ _LOOKUPS = (
     _counter(
         "orlop_loaded_tokens",
         "tokens",
-        "Tokens that are loaded for them, by the tier that had them; what is left of the queried ones is computed.",
+        "Tokens of loads begun for them, by the tier that had them; the others are computed, and so is what a load "
+        "that fails was to bring (`orlop_device_job_failures`).",
         "tokens_loaded",
         about="tier",
     ),

@@ -149,10 +149,22 @@ class Job:
 
     ``lives`` are the lives whose chunks it moves: one, or, of a joint store, one for each chunk, in the order of
     ``block_ids``, those of one life together; none once a reset has outdated the job or it is over. ``waiting`` are the
-    ranks still to report. ``fenced`` are the device blocks under which the job stands in the fence table.
+    ranks still to report. ``fenced`` are the device blocks under which the job stands in the fence table. ``rests_on``
+    are all blocks that lives of it held when they lost them: from then on nothing else tells which they were.
     """
 
-    __slots__ = ("block_ids", "deadline", "failed", "fenced", "job_id", "kind", "lives", "reservations", "waiting")
+    __slots__ = (
+        "block_ids",
+        "deadline",
+        "failed",
+        "fenced",
+        "job_id",
+        "kind",
+        "lives",
+        "reservations",
+        "rests_on",
+        "waiting",
+    )
 
     def __init__(
         self,
@@ -173,6 +185,7 @@ class Job:
         self.deadline = deadline
         self.block_ids = block_ids
         self.fenced: tuple[int, ...] = ()
+        self.rests_on: frozenset[int] = frozenset()
 
     def blocks_of(self, life: RequestState) -> Int64Array:
         """Those of ``block_ids`` that are of one of its lives."""

@@ -115,7 +115,7 @@ class OffloadingConnectorScheduler:
         self._unplanned: dict[int, RequestState] = {}
         """Live ones to look at again next step: the step's budget ran out, or their prompt is not computed yet."""
         gather_steps = 1 if any(g.sliding_window for g in geometry.groups) else self.options.gather_steps
-        self._gathered = Turns(gather_steps)
+        self._gathered = Turns(gather_steps, len(geometry.groups))
         """Live requests that decode and have got blocks since their last turn."""
         self._current_batch_load_jobs: list[TransferJob] = []
         self._current_batch_jobs_to_flush: set[int] = set()
@@ -211,11 +211,16 @@ class OffloadingConnectorScheduler:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput, *, now: float) -> OffloadingConnectorMetadata:
         """The step message. Once per step, also when nothing is scheduled."""
-        self._expire_stores(now)
-        self._note_preempted(scheduler_output.preempted_req_ids or ())
+        if now >= self._next_deadline:
+            self._expire_stores(now)
+        store_jobs: list[TransferJob] = []
+        if scheduler_output.preempted_req_ids:
+            store_jobs += self._note_preempted(scheduler_output.preempted_req_ids, now)
         urgent = self._note_scheduled(scheduler_output)
-        store_jobs = self._plan_owed(now)
-        self._flush_claimed()
+        if self._owed:
+            store_jobs += self._plan_owed(now)
+        if self._fences or self._current_batch_jobs_to_flush:
+            self._flush_claimed()
         store_jobs += self._plan_live(urgent, scheduler_output.num_scheduled_tokens, now)
         if self._unreached:
             self._look_ahead(now)
@@ -589,16 +594,23 @@ class OffloadingConnectorScheduler:
         """Blocks that another was to fill before a step, and did not: what is being stored of the lives that hold them
         is not what its keys say. The engine computes those tokens again, and then they are offered again.
         """
-        for req_id in list(self._gathered):
+        for req_id in list(self._gathered):  # what was noted as computed there is not known to be so any more
             self._learn_blocks(self._live[req_id])
             self._await_turn(self._live[req_id])
+        bad = set(block_ids)
         for state in self._req_status.values():
-            if any(not set(group.block_ids).isdisjoint(block_ids) for group in state.groups):
+            if any(not bad.isdisjoint(group.block_ids) for group in state.groups):
                 for group in state.groups:
                     group.cursor = 0
-                for job_id in state.transfer_jobs:
-                    if self._jobs[job_id].kind is TransferKind.STORE:
-                        self._fail_store(self._jobs[job_id])
+                for job in self._stores_of(state):
+                    self._fail_store(job)
+        for job in self._jobs.values():
+            if not bad.isdisjoint(job.rests_on):
+                self._fail_store(job)
+
+    def _stores_of(self, state: RequestState) -> list[Job]:
+        jobs = map(self._jobs.__getitem__, state.transfer_jobs)
+        return [job for job in jobs if job.kind is TransferKind.STORE]
 
     @staticmethod
     def _fail_store(job: Job) -> None:
@@ -656,8 +668,6 @@ class OffloadingConnectorScheduler:
 
     def _expire_stores(self, now: float) -> None:
         """Settle the stores whose report is missing at their deadline."""
-        if now < self._next_deadline:
-            return
         while self._store_deadlines:
             job = self._store_deadlines[0]
             if job.job_id in self._jobs:
@@ -672,17 +682,23 @@ class OffloadingConnectorScheduler:
 
     # --- the step's recipe, line by line ------------------------------------------------------------------------
 
-    def _note_preempted(self, req_ids: Collection[str]) -> None:
-        """Preempted requests lose their blocks in this step: their pending stores go first."""
-        for req_id in req_ids:
-            state = self._live.get(req_id)
-            if state is not None:
-                self._current_batch_jobs_to_flush |= {
-                    j for j in state.transfer_jobs if self._jobs[j].kind is TransferKind.STORE
-                }
-                state.rewind()
-                self._unplanned.pop(state.context.life, None)
-                self._gathered.take(req_id)
+    def _note_preempted(self, req_ids: Collection[str], now: float) -> list[TransferJob]:
+        """Preempted requests lose their blocks in this step: their pending stores go first, and what they have filled
+        since their last turn, which the engine would compute again.
+        """
+        states = [state for req_id in req_ids if (state := self._live.get(req_id)) is not None]
+        for state in states:
+            self._current_batch_jobs_to_flush.update(job.job_id for job in self._stores_of(state))
+            # By now the engine counts no token of it as computed. The KV of the last one known never was.
+            computed = self._gathered.computed(state.context.req_id)
+            state.tokens_filled = max(0, min(computed, state.req.num_tokens - 1))
+            self._learn_blocks(state)
+        jobs = self._store_at_once(states, now)  # beside a window nobody waits, and nothing was noted
+        for state in states:
+            self._leave_blocks(state)
+            state.rewind()
+            self._unplanned.pop(state.context.life, None)
+        return jobs
 
     def _note_scheduled(self, output: SchedulerOutput) -> list[RequestState]:
         """Note the blocks handed out. The lives that fill chunks of their prompts; the others wait for their turn."""
@@ -698,35 +714,41 @@ class OffloadingConnectorScheduler:
                 self._note_tokens(state, new.num_computed_tokens, scheduled.get(new.req_id, 0))
                 urgent.append(state)
         cached = output.scheduled_cached_reqs
-        new_block_ids, resumed = cached.new_block_ids, cached.resumed_req_ids
+        req_ids, new_block_ids, resumed = cached.req_ids, cached.new_block_ids, cached.resumed_req_ids
         touched = len(urgent)
+        all_decode = output.total_num_scheduled_tokens == len(scheduled)
         may_claim = bool(self._owed or self._fences)
         for i in compress(range(len(new_block_ids)), new_block_ids):  # None for most requests, skipped without Python
-            block_ids, req_id = new_block_ids[i], cached.req_ids[i]
-            if req_id not in self._live:
+            block_ids, req_id, computed = new_block_ids[i], req_ids[i], cached.num_computed_tokens[i]
+            tokens = 1 if all_decode else scheduled.get(req_id, 0)
+            if tokens <= 1 and self._gathered.add(req_id, block_ids, computed):  # by far most: it decodes and waits
+                touched += 1
+                if may_claim:
+                    self._hand_out(block_ids, 0)
+                continue
+            state = self._live.get(req_id)
+            if state is None:
                 self._hand_out(block_ids, 0)
                 continue
             touched += 1
-            tokens = scheduled.get(req_id, 0)
             if resumed and req_id in resumed:
-                state, computed = self._live[req_id], cached.num_computed_tokens[i]
                 self._take_blocks(state, block_ids, computed)
                 self._note_start(state, computed)
-                self._note_tokens(state, computed, tokens)
-                urgent.append(state)
-                continue
-            self._gathered.note(req_id, block_ids)
-            if may_claim:
-                self._hand_out(block_ids, 0)
-            if tokens > 1:
-                self._note_tokens(self._live[req_id], cached.num_computed_tokens[i], tokens)
-                urgent.append(self._live[req_id])
+            else:
+                self._gathered.note(req_id, block_ids, computed)
+                if may_claim:
+                    self._hand_out(block_ids, 0)
+                if tokens <= 1:
+                    continue
+            self._note_tokens(state, computed, tokens)
+            urgent.append(state)
         self.counters["states_touched"] += touched
         return urgent
 
     def _take_blocks(self, state: RequestState, block_ids: tuple[list[int], ...], computed: int) -> None:
         """``block_ids`` are all blocks of the life; those beyond ``computed`` tokens are handed out in this step."""
-        self._gathered.take(state.context.req_id)
+        self._learn_blocks(state)
+        self._leave_blocks(state)  # it may have been preempted and resumed since the last step
         for group, ids in zip(state.groups, block_ids, strict=True):
             group.block_ids = list(ids)
         self._hand_out(block_ids, computed)
@@ -736,8 +758,13 @@ class OffloadingConnectorScheduler:
         for group, ids in zip(state.groups, self._gathered.take(state.context.req_id), strict=False):
             group.block_ids += ids
 
+    def _leave_blocks(self, state: RequestState) -> None:
+        """Its blocks are told no more, and what is being stored of it rests on them all the same."""
+        for job in self._stores_of(state):
+            job.rests_on |= {block_id for group in state.groups for block_id in group.block_ids}
+
     def _await_turn(self, state: RequestState) -> None:
-        self._gathered.note(state.context.req_id, [[] for _ in state.groups])
+        self._gathered.note(state.context.req_id, tuple([] for _ in state.groups))
 
     def _hand_out(self, block_ids: tuple[list[int], ...], computed: int) -> None:
         """Blocks beyond ``computed`` tokens will be written, also those of a request that no hook has named."""
@@ -759,15 +786,17 @@ class OffloadingConnectorScheduler:
 
     def _plan_owed(self, now: float) -> list[TransferJob]:
         """Last chunks of finished lives. Their blocks are free: what is handed out now is read first."""
-        if not self._owed:
-            return []
         states = list(self._owed.values())
         self._owed.clear()
-        plan = self._planner.plan(states, EVERY_CHUNK, now)
-        jobs = [self._store_job(lives, stores, now) for lives, stores in plan.jobs]
+        jobs = self._store_at_once(states, now)
         for state in states:
             self._end_life_if_drained(state)
         return jobs
+
+    def _store_at_once(self, states: Collection[RequestState], now: float) -> list[TransferJob]:
+        """All that is left to store of lives whose blocks are free: they are read before this step may write them."""
+        plan = self._planner.plan(states, EVERY_CHUNK, now)
+        return [self._store_job(lives, stores, now, at_once=True) for lives, stores in plan.jobs]
 
     def _plan_live(
         self, urgent: Collection[RequestState], scheduled: Mapping[str, int], now: float
@@ -779,6 +808,7 @@ class OffloadingConnectorScheduler:
         due = self._gathered.next_step()
         if not (due or urgent or self._unplanned):
             return []
+        again = [*self._unplanned.values(), *urgent]
         waited = dict.fromkeys([*self._unplanned.values(), *map(self._live.__getitem__, due)])
         for state in urgent:
             waited.pop(state, None)
@@ -789,17 +819,18 @@ class OffloadingConnectorScheduler:
             computed = state.req.num_computed_tokens
             state.tokens_before_step = max(state.tokens_filled, computed)
             state.tokens_filled = computed + scheduled.get(state.context.req_id, 0)
-        states = [*waited, *urgent]
-        plan = self._planner.plan(states, self.options.max_chunks_per_step, now)
+        plan = self._planner.plan([*waited, *urgent], self.options.max_chunks_per_step, now)
         # The next piece of a prompt may fill a chunk without a block of its own.
-        in_prompt = (state for state in states if state.tokens_filled < state.req.num_prompt_tokens)
+        in_prompt = (state for state in again if state.tokens_filled < state.req.num_prompt_tokens)
         self._unplanned = {state.context.life: state for state in [*plan.cut, *in_prompt]}
         for state in plan.late:
             self._await_turn(state)
         return [self._store_job(lives, stores, now) for lives, stores in plan.jobs]
 
-    def _store_job(self, lives: tuple[RequestState, ...], planned: Collection[PlannedStore], now: float) -> TransferJob:
-        """The job that stores what was planned of some lives, all of them live or all finished."""
+    def _store_job(
+        self, lives: tuple[RequestState, ...], planned: Collection[PlannedStore], now: float, at_once: bool = False
+    ) -> TransferJob:
+        """The job that stores what was planned of some lives; ``at_once`` where their blocks are free."""
         transfers = tuple(p.transfer for p in planned)
         reservations = tuple(p.reservation for p in planned)
         job = self._new_job(TransferKind.STORE, lives, reservations, transfers, now + self.options.store_deadline_s)
@@ -807,14 +838,13 @@ class OffloadingConnectorScheduler:
         self._next_deadline = min(self._next_deadline, job.deadline)
         if len(self._store_deadlines) > 2 * len(self._jobs) + FEW:
             self._store_deadlines = deque(j for j in self._store_deadlines if j.job_id in self._jobs)
-        finished = lives[0].finished
         for transfer in transfers:
-            if finished or self.geometry.groups[transfer.group].sliding_window is not None:
+            if at_once or self.geometry.groups[transfer.group].sliding_window is not None:
                 self._fences.raise_for(job, transfer.block_ids)
         # A live request's blocks may be filled by this very step even where its own tokens are older: another
         # request of the step computes them and the prefix cache shares them already.
         req_id = lives[0].context.req_id if lives[0] is lives[-1] else ""
-        return TransferJob(job.job_id, req_id, TransferKind.STORE, transfers, after_compute=not finished)
+        return TransferJob(job.job_id, req_id, TransferKind.STORE, transfers, after_compute=not at_once)
 
     def _flush_claimed(self) -> None:
         """Pending stores whose blocks this step may write must be read first; then they guard nothing more."""

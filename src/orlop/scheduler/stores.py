@@ -35,7 +35,7 @@ from orlop.tiering.base import OffloadingManager
 
 FEW = 4
 """So many offers that cannot be stored together are stored one by one."""
-SHORT = 8
+SHORT = 16
 """Longer runs of chunks are stored by themselves: in bulk, each chunk of them costs little."""
 
 

@@ -156,6 +156,7 @@ class StepOutput:
     scheduled_new_reqs: list[NewRequest] = field(default_factory=list)
     scheduled_cached_reqs: CachedRequests = field(default_factory=CachedRequests)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
+    total_num_scheduled_tokens: int = 0
     preempted_req_ids: set[str] = field(default_factory=set)
 
 
@@ -525,6 +526,7 @@ class RequestRunner:
         request.num_output_placeholders += samples is not None
         request.first_step = self.steps if request.first_step is None else request.first_step
         output.num_scheduled_tokens[request.request_id] = count
+        output.total_num_scheduled_tokens += count
         shares.append(_Share(request, request.epoch, count, samples))
         self._cache_blocks(request, end)
 

@@ -158,6 +158,8 @@ class TieringManager(OffloadingManager):
         )
         self._log = EventLog("host")
         self._evictions_noted = 0
+        self._grows = options.usable_slots if host.usable < host.slots else None
+        """How many slots there are by now, until all are."""
         self._next_number = 1
 
     # --- lives ----------------------------------------------------------------------------------------------
@@ -552,17 +554,24 @@ class TieringManager(OffloadingManager):
     # --- a step's end: reports, deadlines, promotions ---------------------------------------------------------------
 
     def on_schedule_end(self, *, now: float) -> None:
-        if self.options.usable_slots is not None and self.host.usable < self.host.slots:
-            self.host.grow(self.options.usable_slots())
+        if self._grows is not None:
+            self._grow(self._grows())
         for index, entry in enumerate(self.tiers):
             self._read_reports(index, entry.tier, now)
-        self._keep_deadlines(now)
+        if self._deadlines or self._lease_ends:
+            self._keep_deadlines(now)
         if self._noting:
             self._serve_wants(now)
-        self._write_ahead(now)
+        if self.tiers:
+            self._write_ahead(now)
         for entry in self.tiers:
             entry.tier.on_schedule_end(now=now)
         self._touches_left = MOST_TOUCHES_PER_STEP
+
+    def _grow(self, usable: int) -> None:
+        self.host.grow(usable)
+        if usable == self.host.slots:
+            self._grows = None
 
     def _read_reports(self, index: int, tier: SecondaryTierManager, now: float) -> None:
         for answer in tier.get_answers():

@@ -118,7 +118,7 @@ class OrlopConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         """vLLM calls it after it has tried to reset the device's own prefix cache, whether that worked or not."""
         manager = self._kv_cache_manager
-        self._half.reset_cache(manager is None or not len(manager.block_pool.cached_block_hash_to_block))
+        self._half.reset_cache(manager is None or translate.is_cleared(manager.block_pool))
         return True
 
     def take_events(self) -> Iterable[KVCacheEvent]:

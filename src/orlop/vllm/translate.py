@@ -237,6 +237,15 @@ def block_views(kv_caches: Mapping[str, Any], groups: Sequence[KVGroup], num_blo
     }
 
 
+def is_cleared(block_pool: Any) -> bool:
+    """Whether the device's prefix cache has nothing from before a reset, and will not get it from a request either.
+
+    A block that is half full when its request lives through the reset is cached once it is full.
+    """
+    in_use = block_pool.num_gpu_blocks - block_pool.get_num_free_blocks() - 1  # the null block always is
+    return not in_use and not len(block_pool.cached_block_hash_to_block)
+
+
 # --- what the outside sees ------------------------------------------------------------------------------
 
 

@@ -65,6 +65,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
         "scheduled_new_reqs",
         "scheduled_cached_reqs",
         "num_scheduled_tokens",
+        "total_num_scheduled_tokens",
         "preempted_req_ids",
     ),
     "vllm.v1.core.sched.output:NewRequestData": ("req_id", "block_ids", "num_computed_tokens"),

@@ -43,6 +43,7 @@ def test_a_writer_may_be_killed_at_any_moment(tmp_path: Path) -> None:
         words = [child.stdout.readline() for _ in range(rng.randrange(1, 120))]
         os.kill(pid, signal.SIGKILL)
         while (word := child.stdout.readline()) != "gone\n":
+            assert word, "the process that starts writers has ended"
             words.append(word)
         # A line may have been cut by the kill; what was cut was not told.
         recent: dict[int, None] = {}

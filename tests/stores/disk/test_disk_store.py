@@ -50,11 +50,11 @@ Make = Callable[..., DiskStore]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Opens stores on one directory that are closed in the end."""
+    """Opens stores on one directory that are closed in the end. No time goes by but what a test's own clock says."""
     opened: list[DiskStore] = []
 
     def open_store(path: Path = tmp_path / "tier", **settings: object) -> DiskStore:
-        options: dict[str, object] = {"max_bytes": 64 * MIB}
+        options: dict[str, object] = {"max_bytes": 64 * MIB, "clock": Clock()}
         opened.append(DiskStore(path, **{**options, **settings}))  # type: ignore[arg-type]
         return opened[-1]
 
