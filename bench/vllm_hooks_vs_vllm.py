@@ -181,11 +181,11 @@ def decode(blocks_per_chunk: int, turns: int, spread: bool, decoded: bool) -> li
     for _ in range(turns):
         for i, rig in enumerate(rigs):
             stored[i] += one_turn(rig, TURN_STEPS, quiet, mean)
-    for rig, chunks in zip(rigs, stored, strict=True):
+    gathered = RUNNING * (1 + SETTLE_STEPS // chunk_tokens)
+    for rig, count in zip(rigs, stored, strict=True):
         name = rig.side.name
-        gathered = RUNNING * (1 + SETTLE_STEPS // chunk_tokens)
-        assert abs(chunks - filled) <= gathered, f"{name}: stored {chunks} chunks, expected about {filled}"
-        owing = max(1.0, filled / chunks) if decoded else 1.0
+        assert abs(count - filled) <= gathered, f"{name}: stored {count} chunks, expected about {filled}"
+        owing = max(1.0, filled / count) if decoded else 1.0
         mean.samples[name] = [sample * owing for sample in mean.samples[name]]
     return [mean] if spread else [quiet, mean]
 

@@ -198,10 +198,8 @@ class OffloadingConnectorScheduler:
         if state.waits_since is not None:
             self._answer_delays.observe(now - state.waits_since)
         self._note_final_tokens(state)
-        for job_id in state.transfer_jobs:
-            job = self._jobs[job_id]
-            if job.kind is TransferKind.STORE:
-                self._fences.raise_for(job, job.blocks_of(state))
+        for job in self._stores_of(state):
+            self._fences.raise_for(job, job.blocks_of(state))
         if self._planner.is_behind(state):
             self._owed[state.context.life] = state
         self._end_life_if_drained(state)
@@ -760,8 +758,10 @@ class OffloadingConnectorScheduler:
 
     def _leave_blocks(self, state: RequestState) -> None:
         """Its blocks are told no more, and what is being stored of it rests on them all the same."""
-        for job in self._stores_of(state):
-            job.rests_on |= {block_id for group in state.groups for block_id in group.block_ids}
+        if stores := self._stores_of(state):
+            held = {block_id for group in state.groups for block_id in group.block_ids}
+            for job in stores:
+                job.rests_on |= held
 
     def _await_turn(self, state: RequestState) -> None:
         self._gathered.note(state.context.req_id, tuple([] for _ in state.groups))
